@@ -3,13 +3,13 @@
 
 .DEFAULT_GOAL := help
 .PHONY: help install develop demo text-model check test lint tidy format bench soak sanitize docs wheel
-.PHONY: clean
+.PHONY: fpga clean
 
 bin := .venv/bin
 python_sources := vllm_ssdkv triton_kernels profiling fpga_offload grafana scripts examples tests
 # What needs a GPU is run by scripts/gpu/run.sh.
 benchmarks := bench_attend bench_pack
-cpp_sources := $(shell find vllm_ssdkv/csrc tests/csrc profiling -name '*.cpp' -o -name '*.hpp')
+cpp_sources := $(shell find vllm_ssdkv/csrc tests/csrc profiling fpga_offload tests/fpga_offload -name '*.cpp' -o -name '*.hpp')
 texts := $(python_sources) docs requirements .github $(wildcard *.md *.toml) CMakeLists.txt Makefile
 
 # Tests and examples make their own models: nothing is downloaded at run time.
@@ -23,6 +23,9 @@ install: ## .venv with the locked tools, vLLM for CPU, and this package
 
 develop: ## the same with links to the sources: edits of Python need no rebuild
 	@scripts/setup.sh --editable
+
+fpga: ## Verilator, Icarus, Yosys and XRT, and the simulated FPGA kernels in build/fpga
+	@scripts/fpga.sh
 
 demo: install ## a tiny model on vLLM, with KV on SSD
 	$(bin)/ssdkv demo

@@ -16,15 +16,8 @@ locked_stamp=$venv/.locked
 installed_stamp=$venv/.installed
 editable_stamp=$venv/.editable
 offered_stamp=$venv/.prometheus-offered
-# Without a network apt-get must end soon.
-patience=(-o Acquire::http::Timeout=20 -o Acquire::https::Timeout=20 -o Acquire::Retries=1)
-
-say() { printf 'setup: %s\n' "$*"; }
-
-fail() {
-  printf 'setup: %s\n' "$*" >&2
-  exit 1
-}
+script=setup
+. scripts/apt.sh
 
 source_files() {
   find vllm_ssdkv triton_kernels profiling fpga_offload grafana third_party \
@@ -37,7 +30,7 @@ source_files() {
 source_hash() {
   if [ -e "$editable_stamp" ]; then
     source_files | sort -z | sha256sum
-    source_files | grep -zE '/csrc/|^third_party/|^[^/]*$' | sort -z | xargs -0 sha256sum
+    source_files | grep -zE '/csrc/|/hls/|^fpga_offload/generated/|^third_party/|^[^/]*$' | sort -z | xargs -0 sha256sum
   else
     source_files | sort -z | xargs -0 sha256sum
   fi | sha256sum | cut -d ' ' -f 1
@@ -69,37 +62,6 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
     "$python" -c 'import ctypes; ctypes.CDLL("libcrypto.so.3")' 2>/dev/null || echo libssl3
   fi
   command -v "${CXX:-c++}" >/dev/null || echo g++
-}
-
-# apt-get changes the machine, and sudo is asked for nothing that nobody asked for.
-may_use_apt() {
-  command -v apt-get >/dev/null || return 1
-  case "${SSDKV_APT:-}" in
-    0) return 1 ;;
-    1) return 0 ;;
-    '') [ "$(id -u)" -eq 0 ] ;;
-    *) fail "SSDKV_APT=$SSDKV_APT: 1 lets this script install system packages, 0 forbids it" ;;
-  esac
-}
-
-as_root() {
-  if [ "$(id -u)" -eq 0 ]; then "$@"; else sudo "$@"; fi
-}
-
-refresh_packages() {
-  as_root apt-get "${patience[@]}" update -q </dev/null
-}
-
-install_packages() {
-  may_use_apt || return 1
-  if [ "$(id -u)" -eq 0 ]; then
-    say "installing system packages with apt-get: $*"
-  else
-    say "installing system packages with sudo apt-get, as SSDKV_APT=1 asks: $*"
-  fi
-  refresh_packages &&
-    as_root env DEBIAN_FRONTEND=noninteractive apt-get "${patience[@]}" install -y -q \
-      --no-install-recommends "$@" </dev/null
 }
 
 check_machine() {

@@ -18,6 +18,7 @@ FLOORS = (
     "base",
     "clustering",
     "config",
+    "fpga_offload",
     "store/format store/memory/arena.py store/memory/device_memory.py",
     "store/integrity store/memory store/io/engines/protocol.py",
     "store/io/testing",
@@ -44,7 +45,7 @@ FLOORS = (
     "connector/worker connector/scheduler",
     "connector",
     "batch plugin.py",
-    "profiling grafana fpga_offload",
+    "profiling grafana",
     "cli",
 )
 """From the ground up. A module belongs to the longest place that it is in. Places on one floor do

@@ -64,6 +64,8 @@ LARGER = {
     "vllm_ssdkv/cli/bench/clusters.py clusters": _COMMAND,
     "vllm_ssdkv/cli/bench/decode.py decode": _COMMAND,
     "vllm_ssdkv/cli/bench/offload.py offload": _COMMAND,
+    "vllm_ssdkv/cli/fpga/estimate.py estimate": _COMMAND,
+    "vllm_ssdkv/cli/fpga/simulate.py simulate": _COMMAND,
     "vllm_ssdkv/cli/profile/profile.py profile": _COMMAND,
     "vllm_ssdkv/connector/attention_backend.py PagedAttentionImpl.__init__": _VLLM,
     "vllm_ssdkv/connector/attention_backend.py PagedAttentionImpl.forward": _VLLM,

@@ -97,7 +97,13 @@ def machine(tmp_path: Path) -> Machine:
         "python3": PYTHON,
     }.items():
         made.put(name, script)
-    for name in ("scripts/setup.sh", "scripts/build_backend.py", "requirements/cpu.lock"):
+    needed = (
+        "scripts/setup.sh",
+        "scripts/apt.sh",
+        "scripts/build_backend.py",
+        "requirements/cpu.lock",
+    )
+    for name in needed:
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, checkout / name)
     for name in ("pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE", "NOTICE"):

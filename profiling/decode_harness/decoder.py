@@ -133,8 +133,9 @@ class PagedDecoder:
         """True if anything ever leaves HBM."""
         held = min(room.longest, self.window + room.chunk) // block + 2
         num_blocks = 1 + room.requests * held + FILL_BLOCKS
+        queries = int(shape.num_attention_heads)
         self.layout = KVLayout(
-            names, block, heads, size, model.dtype, geometry, tp_size=1, num_blocks=num_blocks
+            names, block, heads, size, model.dtype, geometry, 1, num_blocks, query_heads=queries
         )
         directory.mkdir(parents=True, exist_ok=True)
         identity = Fingerprint({"model": type(model).__name__, "layers": self._layers})

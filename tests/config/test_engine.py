@@ -146,7 +146,7 @@ def test_paths_begin_where_the_process_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """And processes that run elsewhere are given what they meant."""
-    assert len(PATHS) == 5
+    assert len(PATHS) == 6
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/somewhere")
     given: dict[str, object] = {
@@ -155,6 +155,8 @@ def test_paths_begin_where_the_process_runs(
         "encryption": {"key_file": "./key"},
         "io": {"fault_file": "../faults", "queue_depth": 3},
         "batch": {"directory": "batch"},
+        "mode": "page",
+        "offload": {"kind": "fpga", "backend": "xrt", "xclbin": "a.xclbin"},
         "dram_gib": "1GiB",
     }
     meant: dict[str, object] = {
@@ -163,6 +165,8 @@ def test_paths_begin_where_the_process_runs(
         "encryption": {"key_file": f"{tmp_path}/key"},
         "io": {"fault_file": f"{tmp_path.parent}/faults", "queue_depth": 3},
         "batch": {"directory": f"{tmp_path}/batch"},
+        "mode": "page",
+        "offload": {"kind": "fpga", "backend": "xrt", "xclbin": f"{tmp_path}/a.xclbin"},
         "dram_gib": "1GiB",
     }
     made = build(given)

@@ -37,7 +37,53 @@ def test_shares(share: float | str) -> None:
         ({"offload": {}}, 'offload: needs mode "page"; .* leave offload out, or change the mode'),
         ({**PAGE, "offload": {"threads": 0}}, "offload.threads: got 0; allowed: an integer"),
         ({**PAGE, "offload": {"threads": 1000}}, "offload.threads: got 1000; this machine has "),
-        ({**PAGE, "offload": {"kind": "fpga"}}, 'offload.kind: got "fpga"; allowed: "host"'),
+        (
+            {**PAGE, "offload": {"kind": "npu"}},
+            'offload.kind: got "npu"; allowed: "host" or "fpga"',
+        ),
+        (
+            {**PAGE, "offload": {"backend": "csim"}},
+            'offload: got .*; backend without kind "fpga": name it, or leave it out',
+        ),
+        (
+            {**PAGE, "offload": {"kind": "fpga", "threads": 1}},
+            'offload: got .*; threads beside kind "fpga", .* leave it out',
+        ),
+        (
+            {**PAGE, "offload": {"kind": "fpga", "card": 1, "xclbin": "/a.xclbin"}},
+            'offload: got .*; card, xclbin without backend "xrt": name it, or leave it out',
+        ),
+        (
+            {**PAGE, "offload": {"kind": "fpga", "backend": "xrt"}},
+            'offload: got .*; backend "xrt" without xclbin: name the file of the kernels',
+        ),
+        (
+            {**PAGE, "offload": {"kind": "fpga", "peer": True}},
+            "offload: got .*; peer with a share other than 1: whoever attends has to compare",
+        ),
+        (
+            {
+                **PAGE,
+                "offload": {"kind": "fpga", "peer": True, "share": 1, "backend": "rtlsim"},
+            },
+            'offload: got .*; peer with backend "rtlsim", which makes no checksums: leave it out',
+        ),
+        (
+            {**PAGE, "offload": {"kind": "fpga", "peer": True, "share": 1}, "page_tokens": 32},
+            "offload.peer: the FPGA makes checksums of pages of 16 tokens, not of 32: leave it out",
+        ),
+        (
+            {
+                **PAGE,
+                "offload": {"kind": "fpga", "peer": True, "share": 1},
+                "encryption": {"key_file": "/key"},
+            },
+            "offload.peer: pages of an encrypted store come through the host's memory, .* leave it",
+        ),
+        (
+            {**PAGE, "offload": {"kind": "fpga", "backend": "vitis"}},
+            'offload.backend: got "vitis"; allowed: "csim" or "rtlsim" or "xrt"',
+        ),
         *(
             ({**PAGE, "offload": {name: share}}, f"offload.{name}: got {text}; .*; {ALLOWED}$")
             for share, text in ((1.5, "1.5"), (-0.1, "-0.1"), ("half", '"half"'), (True, "true"))

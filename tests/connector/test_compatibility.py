@@ -28,6 +28,7 @@ from vllm_ssdkv.connector.attention_backend import PagedAttentionImpl, _is_given
 from vllm_ssdkv.connector.compatibility import check_engine
 from vllm_ssdkv.connector.model_layout import attention_spec
 from vllm_ssdkv.connector.x_settings import why_x_does_not_pay, x_shape
+from vllm_ssdkv.fpga_offload.description import HEAD_SIZES
 
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
 PAGE = SSDKVConfig.from_extra_config({"mode": "page", "hbm_window_tokens": 64})
@@ -135,6 +136,25 @@ def test_models_whose_x_saves_nothing_start_without(
     assert x_shape(with_x, configs["page"]) is None
     assert "has 256 numbers in a layer, its K and V 256" in why_x_does_not_pay(configs["page"])
     assert x_shape(with_x, mha) is not None
+
+
+def test_models_that_an_fpga_does_not_serve(configs: dict[str, VllmConfig]) -> None:
+    config = copy.deepcopy(configs["page"])
+    offload = {"kind": "fpga"}
+    page = SSDKVConfig.from_extra_config({"mode": "page", "offload": offload})
+    config.model_config.dtype = torch.float32
+    size = config.model_config.get_head_size()
+    with pytest.raises(UnsupportedError) as caught:
+        check_engine(page, config)
+    text = str(caught.value)
+    assert (f"offload.kind: the model's heads have {size} channels" in text) == (
+        size not in HEAD_SIZES
+    )
+    if size in HEAD_SIZES:
+        assert "computes in float32, the FPGA kernels in float16 and bfloat16" in text
+    assert 'set it to "host", or leave offload out' in text
+    host = SSDKVConfig.from_extra_config({"mode": "page", "offload": {}})
+    check_engine(host, config)
 
 
 def groups(spec: object) -> Any:  # noqa: ANN401 - a KVCacheConfig

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,8 @@ def by_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_copy, "LEAST_BYTES", {"cpu": 1})
 
 
-@pytest.fixture
-def log() -> Iterator[list[str]]:
+@contextmanager
+def kept_log() -> Iterator[list[str]]:
     """What the package logs from now on. Its log goes vLLM's way, which pytest does not see."""
     lines: list[str] = []
 
@@ -75,8 +76,20 @@ def log() -> Iterator[list[str]]:
 
     ours, handler = logging.getLogger("vllm_ssdkv"), Keep(logging.INFO)
     ours.addHandler(handler)
-    yield lines
-    ours.removeHandler(handler)
+    level = ours.level
+    ours.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        ours.setLevel(level)
+        ours.removeHandler(handler)
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    """See :func:`kept_log`."""
+    with kept_log() as lines:
+        yield lines
 
 
 @pytest.fixture

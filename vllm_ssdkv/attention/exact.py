@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ssdkv.kernels.dense import AttentionKernels, wait_for
+from vllm_ssdkv.base.errors import WrongPagesError
+from vllm_ssdkv.kernels.dense import AttentionKernels, BlockAttention, wait_for
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, PartialState, Rows
 from vllm_ssdkv.kernels.step_clock import ATTEND, MERGE, WAIT, StepClock
 from vllm_ssdkv.offload.protocol import HostKernels
@@ -219,7 +220,7 @@ class StreamedContext:
 
     def fold(
         self,
-        kernels: AttentionKernels,
+        kernels: BlockAttention,
         query: torch.Tensor,
         state: PartialState,
         scale: float,
@@ -235,8 +236,12 @@ class StreamedContext:
             if piece is None:
                 return
             rows, position = self.batch.over(piece, self.layout.block_tokens, device=self.device)
-            source = BlockSource(None, piece.base, position)
-            kernels.attend(query, state, rows, source, layout=self.layout, scale=scale)
+            source = BlockSource(None, piece.base, position, piece.digests)
+            try:
+                kernels.attend(query, state, rows, source, layout=self.layout, scale=scale)
+            except WrongPagesError:
+                with lease:
+                    self.stream.refuse_piece()
             wait_for(query.device)  # the next piece reuses this one's memory
             clock.lap(ATTEND)
 
@@ -254,6 +259,7 @@ class StreamedContext:
 
     def restart(self) -> None:
         """Have :meth:`fold` begin anew, after a call that was given up."""
+        self.stream.come_checked()
         if self._part.arriving:
             self.stream.restart(self.layer)
 

@@ -25,7 +25,7 @@ from vllm_ssdkv.attention.sparse_deviation import Compared, SparseDeviation
 from vllm_ssdkv.kernels.dense import wait_for
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState, on_host
 from vllm_ssdkv.kernels.operands.page_list import PageList
-from vllm_ssdkv.kernels.paged import PageKernels
+from vllm_ssdkv.kernels.paged import PageAttention, PageKernels
 from vllm_ssdkv.kernels.step_clock import AHEAD, ATTEND, FETCH, MERGE, SELECT, WAIT, StepClock
 from vllm_ssdkv.offload.protocol import ContextWork, HostKernels
 from vllm_ssdkv.sparse.concat import concat
@@ -515,7 +515,7 @@ class ChosenPages:
 
     def fold(
         self,
-        kernels: PageKernels,
+        kernels: PageAttention,
         query: torch.Tensor,
         state: PartialState,
         scale: float,

@@ -84,3 +84,27 @@ class BenchError(SSDKVError):
 
 class BatchError(SSDKVError):
     """A batch cannot run: its input, its output file or the model is not fit for it."""
+
+
+class FpgaError(SSDKVError):
+    """An FPGA device or its simulation failed, or is closed; the text names it."""
+
+
+class WrongPagesError(SSDKVError):
+    """Pages that a device read itself are not what the store wrote; they are read again."""
+
+
+class FpgaListError(FpgaError):
+    """A list of jobs or pages for an FPGA kernel is broken; the text names the entry."""
+
+
+class FpgaLimitError(FpgaError):
+    """Work for an FPGA kernel is longer than it can take; the text names the limit."""
+
+
+class FpgaDeadlineError(FpgaError):
+    """An FPGA device did not answer in time; the text names the deadline."""
+
+
+class FpgaVersionError(FpgaError):
+    """Kernels are of another version than this package's; the text names both."""

@@ -50,6 +50,21 @@ OFFLOAD_METRICS: Final[tuple[Metric, ...]] = (
         "Pieces of work handed to the device: one per layer, and one more where rows choose.",
     ),
     counter(
+        "offload_kernel_calls",
+        "calls",
+        "Calls of an FPGA's kernels: `attend` to all that is listed, `sparf` to choose tokens or "
+        "pages (offload.kind).",
+        Label("kernel", ("attend", "sparf")),
+    ),
+    counter(
+        "offload_peer_pages",
+        "pages",
+        "Pages that drives wrote into an FPGA's memory themselves, by what their checksums say, "
+        "which the kernel makes. Wrong ones are read again through the host's memory "
+        "(offload.peer).",
+        Label("found", ("right", "wrong")),
+    ),
+    counter(
         "offload_failures",
         "failures",
         "Times that the device raised an error, answered with something else than was asked for, "

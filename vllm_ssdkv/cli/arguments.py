@@ -115,6 +115,17 @@ def names(option: str, text: str, known: Sequence[_Name]) -> list[_Name]:
     return [by_text[name] for name in found]
 
 
+def one_of(option: str, value: object, allowed: Sequence[object]) -> None:
+    """Check one value.
+
+    Raises:
+        BadParameter: it is not ``allowed``.
+    """
+    if value not in allowed:
+        listed = ", ".join(map(str, allowed))
+        raise typer.BadParameter(f"{value!r}: any of {listed}", param_hint=option)
+
+
 Devices = Annotated[
     list[Path] | None,
     typer.Argument(

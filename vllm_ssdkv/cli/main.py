@@ -19,6 +19,7 @@ from vllm_ssdkv.cli.bench.ttft import ttft
 from vllm_ssdkv.cli.demo.demo import demo, demo_model
 from vllm_ssdkv.cli.docs import docs
 from vllm_ssdkv.cli.doctor.doctor import doctor
+from vllm_ssdkv.cli.fpga import fpga
 from vllm_ssdkv.cli.monitor import dashboard
 from vllm_ssdkv.cli.monitor.top import top
 from vllm_ssdkv.cli.profile.profile import profile
@@ -58,6 +59,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 app.add_typer(dashboard.app, name="dashboard")
 app.add_typer(docs.app, name="docs")
+app.add_typer(fpga.app, name="fpga")
 
 
 def _print_version(wanted: bool) -> None:

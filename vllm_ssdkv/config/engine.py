@@ -469,6 +469,17 @@ class SSDKVConfig(OptionModel):
                 'offload: needs mode "page"; mode "reuse" loads a prefix before it is attended '
                 "to: leave offload out, or change the mode"
             )
+        peer = self.offload is not None and self.offload.peer
+        if peer and self.encryption is not None:
+            yield (
+                "offload.peer: pages of an encrypted store come through the host's memory, which "
+                "decrypts them: leave it out"
+            )
+        if peer and self.page_tokens != 16:
+            yield (
+                f"offload.peer: the FPGA makes checksums of pages of 16 tokens, not of "
+                f"{self.page_tokens}: leave it out, or set page_tokens to 16"
+            )
         if self.selector != "exact" and self.sparse.hbm_pages is not None:
             yield (
                 "sparse.hbm_pages: with offload chosen pages are attended to on the host, and "

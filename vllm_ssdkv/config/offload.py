@@ -8,10 +8,16 @@ from typing import Annotated, Final, Literal, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from vllm_ssdkv.base.sizes import SIZE_TEXT, size_or_none
-from vllm_ssdkv.config.schema import Allowed, OptionModel, Reason
+from vllm_ssdkv.config.schema import PATH_TEXT, Allowed, OptionModel, PathText, Reason
 
 MAX_THREADS: Final = 1024
 MAX_DRIVES: Final = 8
+
+OffloadKind: TypeAlias = Literal["host", "fpga"]
+"""Device that attends."""
+
+FpgaBackend: TypeAlias = Literal["csim", "rtlsim", "xrt"]
+"""What runs the kernels of an FPGA: see ``docs/fpga.md``."""
 
 DriveProfile: TypeAlias = Literal["instinfer", "smartssd"]
 """A drive of a paper that attends to what lies on it."""
@@ -100,18 +106,68 @@ class OffloadThrottle(OptionModel):
         return self
 
 
+_XRT: Final = frozenset({"xclbin", "card"})
+_FPGA: Final = _XRT | {"backend", "kernel_deadline", "peer"}
+
+
 class OffloadConfig(OptionModel):
     """Attention near storage."""
 
     kind: Annotated[
-        Literal["host"],
+        OffloadKind,
         Field(
             description="Device that attends. `host`: threads of this machine attend to what lies "
             "in DRAM, and to what arrives from the drives, while the accelerator attends to its "
-            "window; queries and partial results travel in place of K and V."
+            "window; queries and partial results travel in place of K and V. `fpga`: the kernels "
+            "of an FPGA attend to the same pages, run by a `backend`. They take float16 and "
+            "bfloat16, and heads of 64, 128 or 256 channels."
         ),
-        Reason("It is the one kind there is."),
+        Reason("host: it needs no other hardware."),
     ] = "host"
+    backend: Annotated[
+        FpgaBackend,
+        Field(
+            description="Runs the kernels of `fpga`. `csim`: the HLS kernels, compiled for this "
+            "machine. `rtlsim`: the RTL, simulated clock by clock: slow, built by `make fpga`. "
+            "`xrt`: a card, by its XRT. None stands in for another."
+        ),
+        Reason("csim: it is in every installation."),
+    ] = "csim"
+    xclbin: Annotated[
+        PathText | None,
+        Allowed(PATH_TEXT),
+        Field(description="Kernels for the card of backend `xrt`, a file that v++ has linked."),
+        Reason("Only the user knows the card, and where its kernels are."),
+    ] = None
+    card: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=255,
+            description="Number of the card of backend `xrt`, as `xbutil` lists it. Of several "
+            "workers each takes the next one.",
+        ),
+        Reason("0: the first, where there is one."),
+    ] = 0
+    peer: Annotated[
+        bool,
+        Field(
+            description="Drives write pages into the memory of the FPGA themselves, where the "
+            "device permits it; the kernel makes their checksums, and its answer counts once these "
+            "are right. Needs `share` 1, pages of 16 tokens, and a store that is not encrypted. "
+            "Chosen pages come through the host's memory in any case."
+        ),
+        Reason("false: through the host's memory, which checks pages. It works with any card."),
+    ] = False
+    kernel_deadline: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=600,
+            description="Seconds that one call of a kernel may take before the FPGA is out of use.",
+        ),
+        Reason("Far above a call on a card; a long context takes a simulation longer."),
+    ] = 60.0
     threads: Annotated[
         int | None,
         Field(
@@ -164,6 +220,24 @@ class OffloadConfig(OptionModel):
         Field(description="Model of a slow device, for repeatable benchmarks."),
         Reason("null: none outside benchmarks."),
     ] = None
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> OffloadConfig:
+        given = self.model_fields_set
+        if self.kind == "host" and (unused := sorted(given & _FPGA)):
+            raise ValueError(f'{", ".join(unused)} without kind "fpga": name it, or leave it out')
+        if self.kind == "fpga" and "threads" in given:
+            raise ValueError('threads beside kind "fpga", whose kernels attend: leave it out')
+        unused = sorted(given & _XRT)
+        if self.kind == "fpga" and self.backend != "xrt" and unused:
+            raise ValueError(f'{", ".join(unused)} without backend "xrt": name it, or leave it out')
+        if self.backend == "xrt" and self.xclbin is None:
+            raise ValueError('backend "xrt" without xclbin: name the file of the kernels')
+        if self.peer and self.share != 1:
+            raise ValueError("peer with a share other than 1: whoever attends has to compare")
+        if self.peer and self.backend == "rtlsim":
+            raise ValueError('peer with backend "rtlsim", which makes no checksums: leave it out')
+        return self
 
     def threads_of(self, workers: int) -> int:
         """Threads of each of the engine's ``workers``."""

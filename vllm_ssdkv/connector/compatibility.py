@@ -16,6 +16,7 @@ from vllm_ssdkv.connector.obstacle import REUSE, Obstacle
 from vllm_ssdkv.connector.scheduler.speculation import obstacles_to_page_mode
 from vllm_ssdkv.connector.x_settings import obstacles_to_x
 from vllm_ssdkv.kernels.operands.block_layout import head_size_problem
+from vllm_ssdkv.offload.fpga import fpga_problem
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -192,6 +193,8 @@ def _page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> Iterator[Obstacl
             "steps are cut into micro-batches", ("leave out --enable-dbo and --ubatch-size",)
         )
     workers = vllm_config.parallel_config.tensor_parallel_size
+    if config.offload is not None and config.offload.kind == "fpga" and not model.use_mla:
+        yield from _fpga(model)
     threads = 0 if config.offload is None else config.offload.threads or 0
     if workers * threads > (cpus := os.cpu_count() or 1):
         yield Obstacle(
@@ -235,6 +238,13 @@ def _page_mode_model(model: ModelConfig, vllm_config: VllmConfig) -> Iterator[Ob
     problem = next(filter(None, (head_size_problem(size) for size, _ in _heads(model))), "")
     if problem:
         yield Obstacle(problem, (REUSE,))
+
+
+def _fpga(model: ModelConfig) -> Iterator[Obstacle]:
+    """Models that the kernels of an FPGA do not serve."""
+    problems = (fpga_problem(size, model.dtype) for size, _ in _heads(model))
+    for problem in sorted({problem for problem in problems if problem}):
+        yield Obstacle(f"offload.kind: {problem}", ('set it to "host"', "leave offload out"))
 
 
 def keeps_dtype(cache_dtype: str, dtype: torch.dtype | None) -> bool:

@@ -35,6 +35,8 @@ class KVLayout:
     has_states: bool = False
     cache_dtype: str = "auto"
     """vLLM's name of what numbers are stored as."""
+    query_heads: int = 0
+    """Of this rank; 0: not known."""
 
     @property
     def all_layers(self) -> tuple[str, ...]:

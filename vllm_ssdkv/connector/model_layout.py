@@ -183,6 +183,7 @@ def kv_layout(
         tuple(others for others in layers if others is not names),
         kv_cache_config.has_mamba_layers,
         cache_dtype(vllm_config),
+        vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config),
     )
 
 

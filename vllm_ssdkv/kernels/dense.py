@@ -31,16 +31,11 @@ from vllm_ssdkv.kernels.operands.block_layout import (
 )
 
 
-class AttentionKernels(Protocol):
-    """Attention kernels of a device for page mode.
+class BlockAttention(Protocol):
+    """Attention over whole blocks. Raises ``ValueError`` before any work if arguments do not fit.
 
-    Calls are ordered: on the CPU each returns when it is done (the GIL is released meanwhile), on
-    CUDA each is queued on the current stream. Any thread may call, as long as no two calls that
-    write the same memory run at once. Every method raises ``ValueError`` before any work if
-    shapes, dtypes or devices do not fit.
+    The call returns when it is done, or queues the work, as :class:`AttentionKernels` says.
     """
-
-    device: torch.device
 
     def attend(
         self,
@@ -62,6 +57,18 @@ class AttentionKernels(Protocol):
         rounding.
         """
         ...
+
+
+class AttentionKernels(BlockAttention, Protocol):
+    """Attention kernels of a device for page mode.
+
+    Calls are ordered: on the CPU each returns when it is done (the GIL is released meanwhile), on
+    CUDA each is queued on the current stream. Any thread may call, as long as no two calls that
+    write the same memory run at once. Every method raises ``ValueError`` before any work if
+    shapes, dtypes or devices do not fit.
+    """
+
+    device: torch.device
 
     def finish(
         self, state: PartialState, out: torch.Tensor, lse: torch.Tensor | None = None
@@ -209,6 +216,8 @@ class CpuKernels(NativeKernels):
         query_heads = query.shape[1]
         stride = head_stride("query", query, query_heads, layout.head_size)
         base = on_host(source.base, np.uint64)
+        if source.digests is not None:
+            raise ValueError("these kernels do not compare digests, and the blocks are unchecked")
         if source.tensor is not None:
             if source.tensor.dtype != layout.dtype or source.tensor.device.type != "cpu":
                 raise ValueError(f"blocks must be {layout.dtype} on the CPU")

@@ -33,10 +33,8 @@ from vllm_ssdkv.kernels.operands.token_order import TokenOrder
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
 
-class PageKernels(Protocol):
-    """Kernels of a device for sparse attention. Threads and order: as ``AttentionKernels``."""
-
-    device: torch.device
+class PageAttention(Protocol):
+    """Attention over listed pages. Threads and order: as ``AttentionKernels``."""
 
     def attend_pages(
         self,
@@ -54,6 +52,12 @@ class PageKernels(Protocol):
         cutting the same tokens into pages of another size does, too.
         """
         ...
+
+
+class PageKernels(PageAttention, Protocol):
+    """Kernels of a device for sparse attention. Threads and order: as ``AttentionKernels``."""
+
+    device: torch.device
 
     def summarize(
         self,

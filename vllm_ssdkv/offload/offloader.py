@@ -28,6 +28,7 @@ from vllm_ssdkv.offload.protocol import ContextDevice, ContextWork, Ticket
 from vllm_ssdkv.offload.share_rule import Attended
 from vllm_ssdkv.offload.sharing import Sharing
 from vllm_ssdkv.offload.tickets import LocalTicket
+from vllm_ssdkv.store.read.peer_path import ReadPath
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class Offloader:
         in_use: Whether the device is; once it is not, it never is again.
         busy: Pieces of work that were handed in, and are not folded yet.
         sharing: How much is the device's.
+        peer: Path of pages into the device's memory; None: they come through the host's.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Offloader:
         self._counters = counters
         self._gains = [0.0] * len(KEYS)
         self.sharing = Sharing(share, counters)
+        self.peer: ReadPath | None = None
         self.busy = 0
         self.in_use = True
         for cause in ("error", "answer", "deadline"):

@@ -21,9 +21,9 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ssdkv.base.errors import WithdrawnError
-from vllm_ssdkv.kernels.dense import CpuKernels
+from vllm_ssdkv.kernels.dense import BlockAttention
 from vllm_ssdkv.kernels.operands.block_layout import PartialState
-from vllm_ssdkv.kernels.paged import CpuPageKernels
+from vllm_ssdkv.kernels.paged import PageAttention
 from vllm_ssdkv.kernels.step_clock import StepClock
 
 
@@ -79,8 +79,8 @@ class Lease:
 class HostKernels:
     """Kernels that read pages in memory of the host."""
 
-    dense: CpuKernels
-    paged: CpuPageKernels
+    dense: BlockAttention
+    paged: PageAttention
 
 
 class ContextPages(Protocol):

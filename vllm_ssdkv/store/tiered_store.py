@@ -31,6 +31,7 @@ from vllm_ssdkv.store.read.context_stream import ContextStream
 from vllm_ssdkv.store.read.gpu_pages import GpuPageCache
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
 from vllm_ssdkv.store.read.page_fetcher import PageFetcher
+from vllm_ssdkv.store.read.peer_path import ReadPath
 from vllm_ssdkv.store.read.prefix_loader import CopyIn, PrefixLoader
 from vllm_ssdkv.store.read.selected_context import SelectedContexts
 from vllm_ssdkv.store.write.flusher import Flusher, Pending
@@ -420,6 +421,7 @@ class TieredStore:
         chosen: Collection[int] = (),
         dense_layers: int = 0,
         layers: Sequence[int] | None = None,
+        peer: ReadPath | None = None,
     ) -> ContextStream:
         """Walk over the contexts of one step's rows in these ``layers``, ascending (default: in
         all); starts reading at once.
@@ -437,6 +439,7 @@ class TieredStore:
             chosen,
             dense_layers,
             layers,
+            peer=peer,
         )
         return self._stream
 

@@ -16,7 +16,9 @@ from vllm_ssdkv.cli.docs.doc_pages import (
     waits_table,
     with_section,
 )
+from vllm_ssdkv.cli.docs.fpga_page import fpga_page
 from vllm_ssdkv.cli.docs.papers_page import papers_page
+from vllm_ssdkv.fpga_offload.generate import FILES, tables
 from vllm_ssdkv.profiling.gpu_pack.page import gpu_page
 
 app = typer.Typer(no_args_is_help=True, help="Write or check the generated pages.")
@@ -33,7 +35,8 @@ _Directory = Annotated[
 
 def pages(directory: Path) -> dict[str, str]:
     """File name and text of every generated page, and of pages with a generated table, if they are
-    there. Runs on GPUs are in ``directory / "gpu"``."""
+    there, and of files for the FPGA's tools, if their folder is beside ``directory``. Runs on GPUs
+    are in ``directory / "gpu"``."""
     found = {
         "cli.md": commands_page(),
         "gpu.md": gpu_page(directory / "gpu"),
@@ -45,7 +48,19 @@ def pages(directory: Path) -> dict[str, str]:
     if operations.is_file():
         text = operations.read_text(encoding="utf-8")
         found[operations.name] = with_section(text, "waits", waits_table())
-    return found
+    fpga = directory / "fpga.md"
+    if fpga.is_file():
+        text = with_section(fpga.read_text(encoding="utf-8"), "fpga arguments", tables())
+        found[fpga.name] = fpga_page(text)
+    return found | fpga_files(directory)
+
+
+def fpga_files(directory: Path) -> dict[str, str]:
+    """Text of files for the FPGA's tools, by path from ``directory``, if their folder is there."""
+    folder = Path("..") / "fpga_offload" / "generated"
+    if not (directory / folder).is_dir():
+        return {}
+    return {str(folder / name): text() for name, text in FILES.items()}
 
 
 def stale(directory: Path) -> dict[str, str]:
@@ -64,8 +79,8 @@ def stale(directory: Path) -> dict[str, str]:
 
 @app.command()
 def write(directory: _Directory) -> None:
-    """Write cli.md, gpu.md, metrics.md, options.md and papers.md into DIR, and the table in
-    operations.md."""
+    """Write cli.md, gpu.md, metrics.md, options.md and papers.md into DIR, the tables in
+    operations.md and fpga.md, and the headers of the FPGA kernels beside DIR."""
     directory.mkdir(parents=True, exist_ok=True)
     fresh = pages(directory)
     for name in stale(directory):

@@ -119,7 +119,8 @@ class PagedStep:
             theirs = [c if x else none for c, x in zip(contexts, as_x, strict=True)]
             self._x_stream = store.stream_x(theirs, context_layers)
             contexts = [none if x else c for c, x in zip(contexts, as_x, strict=True)]
-        self._stream = store.stream(contexts, choosing, dense_layers, context_layers)
+        peer = offloader.peer if self._offloads and offloader is not None else None
+        self._stream = store.stream(contexts, choosing, dense_layers, context_layers, peer)
 
     def row_of(self, write_block: int) -> int:
         """Index of the row whose first query token is written to this HBM block.
@@ -153,6 +154,7 @@ class PagedStep:
         if self._offloader is None or not self._offloads or not self._stream.blocks(layer):
             return streamed
         if not self._offloader.in_use:
+            self._stream.come_checked()
             return streamed
         return OffloadedContext(streamed, self._offloader, self._lose)
 

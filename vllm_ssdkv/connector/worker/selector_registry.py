@@ -22,6 +22,7 @@ from vllm_ssdkv.sparse.protocol import Budget, Selector
 from vllm_ssdkv.sparse.selection_reuse import SelectionReuse
 from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
+from vllm_ssdkv.sparse.selectors.fpga_sparf import FpgaChoice, FpgaSparfSelector
 from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
 from vllm_ssdkv.sparse.selectors.spread import SpreadSelector
 from vllm_ssdkv.sparse.selectors.swarm import SwarmSelector
@@ -44,9 +45,14 @@ class SelectorGroup:
 
     @classmethod
     def of(
-        cls, config: SSDKVConfig, layout: KVLayout, device: torch.device
+        cls,
+        config: SSDKVConfig,
+        layout: KVLayout,
+        device: torch.device,
+        fpga: FpgaChoice | None = None,
     ) -> SelectorGroup | None:
-        """As the options say, for queries on ``device``; None: by attending to everything.
+        """As the options say, for queries on ``device``; None: by attending to everything. An
+        ``fpga`` chooses where the selector is `sparf`.
 
         Raises:
             UnsupportedError: the device's kernels do not load.
@@ -80,6 +86,10 @@ class SelectorGroup:
                     estimate_rest=sparse.estimate_rest,
                 )
             selector = scorer
+            if fpga is not None and config.selector == "sparf":
+                if not isinstance(scorer, SparfSelector):
+                    raise TypeError(f"sparf scores by channels, not by {scorer.name}")
+                selector = FpgaSparfSelector(scorer, fpga)
             if config.selector == "swarm":
                 selector = SwarmSelector(scorer, budget, sinks, kernels, sparse.cluster_score)
             if config.selector == "adaptive":
@@ -99,8 +109,19 @@ class SelectorRegistry:
         clusters: Of their pages, where their selectors need them.
     """
 
-    def __init__(self, config: SSDKVConfig, layout: KVLayout, device: torch.device):
-        """For queries on ``device``. Raises UnsupportedError if its kernels do not load."""
+    def __init__(
+        self,
+        config: SSDKVConfig,
+        layout: KVLayout,
+        device: torch.device,
+        fpga: FpgaChoice | None = None,
+    ):
+        """For queries on ``device``; see :meth:`SelectorGroup.of`.
+
+        Raises:
+            UnsupportedError: the device's kernels do not load.
+        """
+        self._fpga = fpga
         self._config = config
         self._layout = layout
         self._device = device
@@ -121,19 +142,23 @@ class SelectorRegistry:
                 sparse.cluster_threshold, sparse.cluster_size, sparse.cluster_affinity, sinks
             ),
         )
-        self._own = SelectorGroup.of(config, layout, device)
+        self._own = SelectorGroup.of(config, layout, device, fpga)
         self._asked: OrderedDict[RequestOptions, SelectorGroup | None] = OrderedDict()
 
     @classmethod
     def of(
-        cls, config: SSDKVConfig, layout: KVLayout, device: torch.device
+        cls,
+        config: SSDKVConfig,
+        layout: KVLayout,
+        device: torch.device,
+        fpga: FpgaChoice | None = None,
     ) -> SelectorRegistry | None:
         """As the options say; None: everybody attends to everything, whatever requests ask for.
 
         Raises:
             UnsupportedError: the device's kernels do not load.
         """
-        return None if config.selector == "exact" else cls(config, layout, device)
+        return None if config.selector == "exact" else cls(config, layout, device, fpga)
 
     def drop(self, request_id: str) -> None:
         """The request does not run any more, or what it computed last is not to be trusted."""
@@ -156,7 +181,7 @@ class SelectorRegistry:
             return self._own
         if asked not in self._asked:
             applied = asked.applied(self._config)
-            self._asked[asked] = SelectorGroup.of(applied, self._layout, self._device)
+            self._asked[asked] = SelectorGroup.of(applied, self._layout, self._device, self._fpga)
             if len(self._asked) > MAX_KNOWN:
                 self._asked.popitem(last=False)
         return self._asked[asked]

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.attention.sparse_deviation import SparseDeviation
+from vllm_ssdkv.base.errors import FpgaError, StoreError
 from vllm_ssdkv.base.metrics import TELL_INTERVAL_S, Counters
 from vllm_ssdkv.base.sizes import approximate_size
 from vllm_ssdkv.config.engine import SSDKVConfig
@@ -54,20 +55,27 @@ from vllm_ssdkv.connector.worker.selector_registry import SelectorRegistry
 from vllm_ssdkv.connector.worker.step_timer import StepTimer
 from vllm_ssdkv.connector.worker.stream_fence import StreamFence
 from vllm_ssdkv.connector.worker.token_ordering import TokenOrdering
+from vllm_ssdkv.fpga_offload.backend import Backend
 from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
+from vllm_ssdkv.offload.fpga import kernel_shape
 from vllm_ssdkv.offload.offloader import Offloader
-from vllm_ssdkv.offload.open import open_offloader
+from vllm_ssdkv.offload.open import open_fpga, open_offloader
 from vllm_ssdkv.offload.xcache.input_layout import InputLayout
 from vllm_ssdkv.offload.xcache.open_inputs import OpenInputs
 from vllm_ssdkv.offload.xcache.projected_context import InputProjector
 from vllm_ssdkv.offload.xcache.x_cache import XCache
 from vllm_ssdkv.offload.xcache.x_rule import XShape
 from vllm_ssdkv.sparse.prefetch import Prefetcher
+from vllm_ssdkv.sparse.selectors.fpga_sparf import FpgaChoice
 from vllm_ssdkv.store.cache.frames import FrameState
+from vllm_ssdkv.store.io.engines.open import open_engine
+from vllm_ssdkv.store.io.engines.protocol import IoEngine
+from vllm_ssdkv.store.memory.arena import BorrowedArena
 from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
+from vllm_ssdkv.store.read.peer_path import ReadPath
 from vllm_ssdkv.store.tiered_store import TieredStore
 from vllm_ssdkv.store.write.trim import SlotTrimmer
 
@@ -163,6 +171,8 @@ class SSDKVWorker:
         """Keeps contexts as X, and projects them; None: none are stored so."""
         self.projector: LayerProjector | None = None
         """Of the layers, if there is an :attr:`x_cache`."""
+        self._peer_engine: IoEngine | None = None
+        """Reads into the memory of an FPGA."""
         self.layer_ended: Callable[[], None] | None = None
         """Set by benches: called when a layer has its attention."""
 
@@ -222,8 +232,11 @@ class SSDKVWorker:
             pin_arena(self._opened.arena, caches[0].device)
         if self.config.mode == "page":
             self._use_memory_of(caches[0].device)
-            self._choices = SelectorRegistry.of(self.config, self.layout, caches[0].device)
-            self.offloader = self._open_offloader()
+            fpga = self._open_fpga()
+            self._choices = SelectorRegistry.of(
+                self.config, self.layout, caches[0].device, self._fpga_choice(fpga, caches[0])
+            )
+            self.offloader = self._open_offloader(fpga)
             if self._x_shape is not None:
                 self._open_x_cache(self._x_shape, caches[0].device)
             if self.config.orders_tokens:
@@ -266,13 +279,60 @@ class SSDKVWorker:
             places = self.store.channel_places
             self.store.keep_channels(channel_memory(places, layout, geometry, device))
 
-    def _open_offloader(self) -> Offloader | None:
+    def _open_fpga(self) -> Backend | None:
+        """The FPGA, if the options ask for one."""
+        options, layout = self.config.offload, self.layout
+        if options is None or options.kind != "fpga":
+            return None
+        if self.config.encryption is not None:
+            logger.info(
+                "ssdkv: offload: the store is encrypted: pages are decrypted in memory of the host "
+                "before the FPGA gets them"
+            )
+        heads = layout.query_heads or layout.kv_heads
+        shape = kernel_shape(heads, layout.kv_heads, layout.head_size, layout.dtype)
+        return open_fpga(options, shape, self.rank)
+
+    def _fpga_choice(self, fpga: Backend | None, cache: torch.Tensor) -> FpgaChoice | None:
+        """The FPGA as who chooses for `sparf`."""
+        if fpga is None or not self.config.scores_channels:
+            return None
+        if cache.is_cuda:
+            logger.info("ssdkv: offload: the GPU chooses, which has the windows' keys")
+            return None
+        count = functools.partial(self.counters.add, "offload_kernel_calls", kernel="sparf")
+        return FpgaChoice(fpga, count)
+
+    def _open_offloader(self, fpga: Backend | None) -> Offloader | None:
         config, opened = self.config, self._opened
         if config.offload is None:
             return None
         # Its threads wait for reads: one deadline for each drive that hangs.
         deadline_s = config.io.deadline * (len(opened.devices) + 1)
-        return open_offloader(config.offload, self.layout.tp_size, deadline_s, self.counters)
+        workers = self.layout.tp_size
+        made = open_offloader(config.offload, workers, deadline_s, self.counters, fpga)
+        if fpga is not None and config.offload.peer:
+            made.peer = self._peer_path(fpga)
+        return made
+
+    def _peer_path(self, fpga: Backend) -> ReadPath | None:
+        """The way of pages into the FPGA's memory; None where the drives cannot write there."""
+        opened, options = self._opened, self.config.io.engine_options()
+        pieces = opened.plan.staging_pieces
+        try:
+            memory = BorrowedArena(fpga.peer_memory(pieces * self.layout.geometry.layer_bytes))
+            fds, paths = [one.fd for one in opened.devices], opened.files.health.paths
+            engine = open_engine(options, fds, paths[: len(fds)], memory)
+            self._peer_engine = engine
+            return ReadPath.to_device(opened.files, engine, len(fds), memory, pieces)
+        except (FpgaError, StoreError, ValueError) as error:
+            logger.warning(
+                "ssdkv: offload: drives cannot write into the memory of %s: %s; pages come through "
+                "the host's memory",
+                fpga.name,
+                error,
+            )
+            return None
 
     def _open_x_cache(self, shape: XShape, device: torch.device) -> None:
         layout, store = self.layout, self.store
@@ -714,7 +774,10 @@ class SSDKVWorker:
     def close(self) -> None:
         """Write what is committed, stop the threads, release the files."""
         deadline_s = self.config.io.deadline
-        ended = self.offloader is None or self.offloader.close(deadline_s)
+        # Reads into the memory of an FPGA end before it is given back.
+        ended = self._peer_engine is None or self._peer_engine.close(deadline_s)
+        if ended and self.offloader is not None:
+            ended = self.offloader.close(deadline_s)
         ended = (self.layers is None or self.layers.close(deadline_s)) and ended
         if self._store is not None:
             self._store.close(read_elsewhere=not ended)

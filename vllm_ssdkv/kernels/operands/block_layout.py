@@ -147,12 +147,14 @@ class BlockSource:
     first page in it. If ``tensor`` is ``None``, ``base`` holds absolute addresses (bytes, uint64),
     which lets one list mix blocks of vLLM's cache and of the DRAM arena (on a GPU: of pinned host
     memory); the caller keeps that memory alive. ``position`` int64 ``[B]`` is the position in the
-    request of each block's token 0.
+    request of each block's token 0. With ``digests``, uint64 ``[B, pages]``, nobody has checked the
+    pages yet: only kernels that compare these may attend to them.
     """
 
     tensor: torch.Tensor | None
     base: IntArray
     position: IntArray
+    digests: NDArray[np.uint64] | None = None
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` unless both arrays are one-dimensional and of one length."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ssdkv.kernels.dense import CpuKernels
+from vllm_ssdkv.kernels.dense import BlockAttention, select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import (
     BlockLayout,
     BlockSource,
@@ -28,7 +28,7 @@ from vllm_ssdkv.kernels.operands.block_layout import (
     on_host,
 )
 from vllm_ssdkv.kernels.operands.page_list import PageList
-from vllm_ssdkv.kernels.paged import CpuPageKernels
+from vllm_ssdkv.kernels.paged import PageAttention
 from vllm_ssdkv.kernels.step_clock import StepClock
 from vllm_ssdkv.offload.protocol import ContextDevice, ContextPages, ContextWork, HostKernels
 from vllm_ssdkv.offload.testing.drive_timing import DriveTiming
@@ -66,12 +66,11 @@ def _kept(begin: IntArray, end: IntArray, mine: NDArray[np.bool_]) -> tuple[IntA
     return edges[on_host(begin, np.int32)], edges[on_host(end, np.int32)]
 
 
-class _DenseKernels(CpuKernels):
+class _DenseKernels:
     """Kernels that attend to each block for the drive that has it."""
 
-    def __init__(self, threads: int, drives: _Drives):
-        super().__init__(threads)
-        self._drives = drives
+    def __init__(self, inner: BlockAttention, drives: _Drives):
+        self._inner, self._drives = inner, drives
 
     def attend(
         self,
@@ -83,7 +82,7 @@ class _DenseKernels(CpuKernels):
         scale: float,
         sliding_window: int | None = None,
     ) -> None:
-        """See ``AttentionKernels``; ``state`` stays as it is, the drives' states change."""
+        """See ``BlockAttention``; ``state`` stays as it is, the drives' states change."""
         del state
         shares = self._drives.shares(source.position, layout)
         base, position = on_host(source.base, np.uint64), on_host(source.position, np.int64)
@@ -99,18 +98,17 @@ class _DenseKernels(CpuKernels):
                 rows.max_blocks,
             )
             here = BlockSource(source.tensor, base[mine], position[mine])
-            super().attend(
+            self._inner.attend(
                 query, self._drives.states[drive], part, here, layout, scale, sliding_window
             )
             self._drives.count(drive, here.base, layout.kv_heads * layout.groups, layout)
 
 
-class _PageKernels(CpuPageKernels):
+class _PageKernels:
     """The same for pages."""
 
-    def __init__(self, threads: int, drives: _Drives):
-        super().__init__(threads)
-        self._drives = drives
+    def __init__(self, inner: PageAttention, drives: _Drives):
+        self._inner, self._drives = inner, drives
 
     def attend_pages(
         self,
@@ -120,7 +118,7 @@ class _PageKernels(CpuPageKernels):
         layout: BlockLayout,
         scale: float,
     ) -> None:
-        """See ``PageKernels``; ``state`` stays as it is, the drives' states change."""
+        """See ``PageAttention``; ``state`` stays as it is, the drives' states change."""
         del state
         shares = self._drives.shares(pages.position, layout)
         address, position = on_host(pages.address, np.uint64), on_host(pages.position, np.int64)
@@ -136,7 +134,7 @@ class _PageKernels(CpuPageKernels):
                 position[mine],
                 None if mask is None else on_host(mask, np.uint8)[mine],
             )
-            super().attend_pages(query, self._drives.states[drive], part, layout, scale)
+            self._inner.attend_pages(query, self._drives.states[drive], part, layout, scale)
             self._drives.count(drive, part.address, 1, layout)
 
 
@@ -178,12 +176,12 @@ class _SpreadPages:
         """See ``ContextPages``."""
         drives = _Drives(query, self._device.drives, self._device.timing)
         spread = HostKernels(
-            _DenseKernels(kernels.dense.threads, drives),
-            _PageKernels(kernels.paged.threads, drives),
+            _DenseKernels(kernels.dense, drives), _PageKernels(kernels.paged, drives)
         )
         self._pages.fold_on_host(spread, query, state, scale, clock, lease)
+        merge = select_kernels(state.acc.device).merge
         for one in drives.states:
-            kernels.dense.merge(state, one)
+            merge(state, one)
         self.due = self._device.occupy(self._begun, drives.pages)
 
 

@@ -122,6 +122,24 @@ class Arena:
             logger.debug("an arena of %d bytes is closed while views of it exist", self.nbytes)
 
 
+class BorrowedArena(Arena):
+    """Memory of a device that is mapped into this process, as an arena. It is the device's.
+
+    Example:
+        arena = BorrowedArena(backend.peer_memory(1 << 26))
+    """
+
+    def __init__(self, memory: NDArray[np.uint8]) -> None:
+        """``memory``: contiguous, uint8."""
+        self._bytes = memory
+        self.nbytes = len(memory)
+        self.address = int(memory.ctypes.data)
+        self._mapping = None
+        self.huge_pages = False
+        self._populating = None
+        self._closing = threading.Event()
+
+
 def _ask_for_huge_pages(mapping: mmap.mmap, start: int, nbytes: int) -> bool:
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE, start, nbytes)

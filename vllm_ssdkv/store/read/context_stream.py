@@ -19,7 +19,7 @@ from __future__ import annotations
 import collections
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ from vllm_ssdkv.store.io.digest_source import SlotExtents, TableDigests
 from vllm_ssdkv.store.io.slot_io import SlotIO
 from vllm_ssdkv.store.io.verified_read import VerifiedRead
 from vllm_ssdkv.store.memory.memory_plan import CHUNKS
+from vllm_ssdkv.store.read.peer_path import ReadPath
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ class Piece:
     index: NDArray[np.int64]
     row_begin: NDArray[np.int32]
     row_end: NDArray[np.int32]
+    digests: NDArray[np.uint64] | None = None
+    """Of the pages of each block, [B, pages], which nobody has checked yet; None: all are right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +62,14 @@ class _Chunk:
         which: Position in ``slots`` of each block.
         index: Its index in its request.
         row: Its row.
+        checked: Whether it has to come by the path on which the host checks it.
     """
 
     slots: NDArray[np.int64]
     which: NDArray[np.int64]
     index: NDArray[np.int64]
     row: NDArray[np.int32]
+    checked: bool = False
 
     @classmethod
     def of(
@@ -83,7 +88,7 @@ class _Chunk:
         place[slots] = np.arange(len(slots))
         kept = np.flatnonzero(place[self.which] >= 0)
         which = place[self.which[kept]]
-        return _Chunk(self.slots[slots], which, self.index[kept], self.row[kept])
+        return _Chunk(self.slots[slots], which, self.index[kept], self.row[kept], self.checked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +166,13 @@ class _Walk:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """One chunk of one layer on its way to the arena; None where nothing needs to be read: every
-    row is poisoned."""
+    """One chunk of one layer on its way by a path; None where nothing needs to be read: every row
+    is poisoned."""
 
     chunk: _Chunk
     layer: int
     read: VerifiedRead | None
+    path: ReadPath
 
 
 def _by_row(row: NDArray[np.int32], rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -197,15 +203,21 @@ class ContextStream:
         dense_layers: int = 0,
         layers: Sequence[int] | None = None,
         pages: int | None = None,
+        peer: ReadPath | None = None,
     ):
         """``contexts[r]`` are the slots of row r's blocks 0, 1, 2, ... that lie before its window;
         ``staging`` has pieces of ``layer_bytes``. Contexts are walked over in these ``layers``,
         ascending (default: in all), those of rows in ``sparse`` in the first ``dense_layers`` of
-        them only. Of each block's layer its first ``pages`` are read (default: all)."""
+        them only. Of each block's layer its first ``pages`` are read (default: all). With a
+        ``peer`` what is read from devices goes its way, for the device that attends to all of it;
+        see :meth:`come_checked`."""
+        self._host = ReadPath(files, files.codec, staging, frames.arena.address)
+        self._peer = peer
+        self._refused = False
+        """True if the latest piece is to be read again, by the host's path."""
         self._files = files
         self._frames = frames
         self._seals = seals
-        self._staging = staging
         self._verifier = verifier
         self._rows = len(contexts)
         self._pages = files.geometry.pages_per_layer if pages is None else pages
@@ -223,7 +235,8 @@ class ContextStream:
         every = files.geometry.layers
         layers = range(every) if layers is None else layers
         self._borrowed = frames.borrow(slots)
-        per_chunk = max(1, staging.usable() // CHUNKS)
+        pieces = min(path.staging.usable() for path in (self._host, peer or self._host))
+        per_chunk = max(1, pieces // CHUNKS)
         walk = self._walk(slots, index, row, np.arange(len(slots)), per_chunk)
         self._walks = [walk] * every
         if len(layers) < every:
@@ -317,6 +330,27 @@ class ContextStream:
             self._end_piece()
             if hanging is not None:
                 self._put_off(layer, hanging)
+            if self._refused:
+                self._refused = False
+                self._put_off(layer, replace(read.chunk, checked=True))
+            self._read_ahead()
+
+    def refuse_piece(self) -> None:
+        """The latest piece has wrong pages, and is not attended to: it comes again, checked."""
+        self._refused = True
+
+    def come_checked(self) -> None:
+        """From now on all pieces come by the host's path: who asks for them checks nothing. Those
+        that are on their way by another one are read again."""
+        if self._peer is None:
+            return
+        self._peer = None
+        layer = self._upcoming()
+        if layer >= 0 and self._reads:
+            while self._reads:
+                read = self._reads.pop()
+                self._give_back(read)
+                self._todo.appendleft((read.layer, read.chunk))
             self._read_ahead()
 
     def blocks(self, layer: int) -> int:
@@ -373,28 +407,28 @@ class ContextStream:
     def _read_ahead(self) -> None:
         while self._todo:
             layer, chunk = self._todo[0]
+            path = self._host if self._peer is None or chunk.checked else self._peer
             if self._hopeless(chunk):
-                self._reads.append(_Read(chunk, layer, None))
+                self._reads.append(_Read(chunk, layer, None, path))
                 self._todo.popleft()
                 continue
             if not self._reads:  # what the last step left in flight ends soon
-                self._staging.wait(len(chunk.slots))
-                room = self._staging.free()
+                path.staging.wait(len(chunk.slots))
+                room = path.staging.free()
                 if 0 < room < len(chunk.slots):  # reads that do not end hold the rest
                     every = np.arange(len(chunk.slots))
                     self._todo[0] = (layer, chunk.part(every[room:]))
                     chunk = chunk.part(every[:room])
                     self._todo.appendleft((layer, chunk))
-            places = self._staging.take(len(chunk.slots))
+            places = path.staging.take(len(chunk.slots))
             if places is None:
                 return
             first = self._files.geometry.first_page(layer)
             extents = SlotExtents(chunk.slots, first, self._pages, places)
-            read = VerifiedRead(
-                self._files, extents, TableDigests(self._files.codec, self._seals, extents)
-            )
-            read.verify_beside(self._verifier)
-            self._reads.append(_Read(chunk, layer, read))
+            read = VerifiedRead(path.files, extents, TableDigests(path.codec, self._seals, extents))
+            if not path.unchecked:
+                read.verify_beside(self._verifier)
+            self._reads.append(_Read(chunk, layer, read, path))
             self._todo.popleft()
 
     def _hopeless(self, chunk: _Chunk) -> bool:
@@ -416,7 +450,7 @@ class ContextStream:
             return None, None
         good = read.finish()
         self.pages_used += int(np.count_nonzero(good)) * self._pages
-        base = np.uint64(self._frames.arena.address) + read.extents.at
+        base = np.uint64(mine.path.address) + read.extents.at
         late = None
         if not good.all():
             self.bad += np.unique(chunk.slots[read.bad]).tolist()
@@ -428,7 +462,13 @@ class ContextStream:
         begin, end = _by_row(chunk.row, self._rows)
         for row in self.poisoned:
             end[row] = begin[row]
-        return Piece(base[chunk.which], chunk.index, begin, end), late
+        digests = None
+        if mine.path.unchecked:
+            geometry = self._files.geometry
+            first, pages = geometry.first_page(mine.layer), geometry.pages_per_layer
+            seals, _ = self._seals.get(chunk.slots, first, pages)
+            digests = seals.marks[chunk.which, :, 0]
+        return Piece(base[chunk.which], chunk.index, begin, end, digests), late
 
     def _end_piece(self) -> None:
         """Nobody attends to the latest piece any more."""
@@ -438,7 +478,7 @@ class ContextStream:
 
     def _give_back(self, mine: _Read) -> None:
         if mine.read is not None:
-            mine.read.give_back(self._staging)
+            mine.read.give_back(mine.path.staging)
 
     def _poison(self, chunk: _Chunk, which: NDArray[np.bool_]) -> None:
         """Rows that need these slots, [n], of a chunk are lost."""

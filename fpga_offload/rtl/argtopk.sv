@@ -1,0 +1,117 @@
+// The largest of a list of 32-bit keys, equal ones by place: a radix select by bytes, from the top.
+//
+// The list is kept, and goes by once for each byte behind the first, and once to say what is taken.
+`default_nettype none
+module argtopk #(parameter LN = 16) (          // up to 2^LN keys
+    input  wire        clk,
+    input  wire        rst,
+    input  wire        start,
+    output wire        ready,                  // for keys
+    input  wire        key_valid,
+    input  wire [31:0] key,
+    input  wire        load_end,               // pulse behind the last key
+    input  wire [LN:0] keep,                   // at most as many as there are keys
+    output reg         out_valid,              // in the order of the keys
+    output reg         out_take,
+    output reg         done                    // pulse behind the last
+);
+    localparam [2:0] IDLE = 0, CLEAR = 1, LOAD = 2, COUNT = 3, SCAN = 4, EMIT = 5;
+    reg [2:0] state;
+    reg [1:0] digit;
+    reg [31:0] keys [0:(1<<LN)-1];
+    reg [LN:0] histogram [0:255];
+    reg [LN:0] count, place, need;
+    reg [31:0] bound, now;
+    reg now_valid;
+    reg [8:0] bin;
+    reg [2:0] settle;
+    reg scan_valid;
+    reg [7:0] scan_bin;
+    assign ready = state == LOAD;
+
+    // A counter is read, raised and written back; what is on the way goes first.
+    wire [7:0] now_digit = now[8*digit +: 8];
+    wire same = (digit == 2) ? now[31:24] == bound[31:24]
+              : (digit == 1) ? now[31:16] == bound[31:16] : now[31:8] == bound[31:8];
+    wire raise = state == LOAD ? key_valid : state == COUNT && now_valid && same;
+    wire [7:0] raise_bin = state == LOAD ? key[31:24] : now_digit;
+    wire [7:0] read_bin = state == SCAN ? bin[7:0] : raise_bin;
+    reg raised, written;
+    reg [7:0] raised_bin, written_bin;
+    reg [LN:0] found, written_count;
+    wire [LN:0] old = written && written_bin == raised_bin ? written_count : found;
+    wire [LN:0] new_count = old + 1'b1;
+    always @(posedge clk) begin
+        found <= raised && raised_bin == read_bin ? new_count
+               : written && written_bin == read_bin ? written_count : histogram[read_bin];
+        raised <= raise && !rst;
+        raised_bin <= raise_bin;
+        written <= raised && !rst;
+        written_bin <= raised_bin;
+        written_count <= new_count;
+        if (state == CLEAR) histogram[bin[7:0]] <= 0;
+        else if (written) histogram[written_bin] <= written_count;
+        if (state == LOAD && key_valid) keys[count[LN-1:0]] <= key;
+        now <= keys[place[LN-1:0]];
+        now_valid <= (state == COUNT || state == EMIT) && place != count;
+        scan_valid <= state == SCAN && settle == 0;
+        scan_bin <= bin[7:0];
+    end
+    wire hit = state == SCAN && scan_valid && (found >= need || scan_bin == 0);
+    always @(posedge clk) begin
+        out_valid <= 0;
+        done <= 0;
+        if (rst) state <= IDLE;
+        else case (state)
+            IDLE: if (start) begin
+                state <= CLEAR;
+                digit <= 3;
+                bin <= 0;
+                count <= 0;
+            end
+            CLEAR: begin
+                bin <= bin + 9'd1;
+                place <= 0;
+                settle <= 5;
+                if (bin == 255) begin
+                    state <= digit == 3 ? LOAD : COUNT;
+                end
+            end
+            LOAD: begin
+                if (key_valid) count <= count + 1'b1;
+                bin <= 255;
+                need <= keep;
+                if (load_end) state <= SCAN;
+            end
+            COUNT: begin
+                bin <= 255;
+                if (place != count) place <= place + 1'b1;
+                else if (!now_valid) state <= SCAN;
+            end
+            SCAN: begin
+                if (settle != 0) settle <= settle - 3'd1;
+                else bin <= bin - 9'd1;
+                if (hit) begin
+                    bound[8*digit +: 8] <= scan_bin;
+                    state <= digit == 0 ? EMIT : CLEAR;
+                    digit <= digit - 2'd1;
+                    bin <= 0;
+                    place <= 0;
+                end else if (scan_valid) need <= need - found;
+            end
+            EMIT: begin
+                if (place != count) place <= place + 1'b1;
+                if (now_valid) begin
+                    out_valid <= 1;
+                    out_take <= now > bound || (now == bound && need != 0);
+                    if (now == bound && need != 0) need <= need - 1'b1;
+                end else if (place == count) begin
+                    state <= IDLE;
+                    done <= 1;
+                end
+            end
+            default: state <= IDLE;
+        endcase
+    end
+endmodule
+`default_nettype wire

@@ -1,0 +1,55 @@
+"""Rows of cycles.json, measured on the simulated RTL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fpga_offload.needs import needs_rtlsim
+from vllm_ssdkv.fpga_offload import measure as module
+from vllm_ssdkv.fpga_offload.description import KernelShape
+from vllm_ssdkv.fpga_offload.measure import measured
+from vllm_ssdkv.fpga_offload.results import read_cycles
+
+SHAPE = KernelShape(128, 1, "float16")
+
+
+@needs_rtlsim(128, 1)
+def test_both_kernels_are_measured_and_what_has_no_library_is_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, part = measured([SHAPE], (512,))
+    assert (whole.kernel, part.kernel) == ("attend", "sparf_second")
+    assert whole.nbytes == 512 * 128 * 4
+    assert part.nbytes < whole.nbytes
+    assert 0.7 < whole.line_rate < 1
+    monkeypatch.setenv("SSDKV_FPGA_BUILD", "/nowhere")
+    assert list(measured([SHAPE], (512,))) == []
+    assert "left out" in capsys.readouterr().err
+
+
+@needs_rtlsim(128, 1)
+def test_the_command_writes_what_the_reader_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "cycles.json"
+    monkeypatch.setattr(module, "LENGTHS", (128,))
+    monkeypatch.setattr("sys.argv", ["measure", "--output", str(target)])
+    module.main()
+    found = read_cycles(target)
+    assert found.command == "python -P -m vllm_ssdkv.fpga_offload.measure"
+    assert {(row.head_size, row.group) for row in found.rows} >= {(128, 1)}
+
+
+def test_recorded_cycles_hold_what_is_promised() -> None:
+    rows = read_cycles().rows
+    at = {(row.kernel, row.head_size, row.group, row.tokens): row for row in rows}
+    shapes = {(row.head_size, row.group) for row in rows}
+    assert {(128, 1), (128, 4)} <= shapes
+    for size, group in shapes:
+        assert at["attend", size, group, 4096].line_rate >= 0.95
+        assert at["sparf_second", size, group, 4096].line_rate >= 0.85
+        alone = at.get(("attend", size, 1, 4096))
+        if alone is not None:
+            assert at["attend", size, group, 4096].cycles <= 1.1 * alone.cycles

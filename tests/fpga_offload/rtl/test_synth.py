@@ -1,0 +1,103 @@
+"""Synthesis: budgets of cells, and a mapped netlist that does what the RTL does."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.fpga_offload.needs import needs_rtlsim
+from vllm_ssdkv.base.errors import FpgaError
+from vllm_ssdkv.fpga_offload.results import Cells, read_synthesis
+from vllm_ssdkv.fpga_offload.rtlsim import build_folder
+from vllm_ssdkv.fpga_offload.synth import (
+    DESIGNS,
+    RTL,
+    Family,
+    cell_models,
+    count_cells,
+    map_unit,
+    run_yosys,
+    synthesise,
+)
+
+NEEDS_TOOLS = needs_rtlsim(128, 1)
+BUDGETS: dict[Family, tuple[int, int]] = {"xcup": (60_000, 100), "xc7": (65_000, 100)}
+"""LUT and DSP of the core for one query head: a ninth of the KU15P, a third of the Zynq 7045."""
+
+
+def within_budget(cells: Cells, family: Family) -> bool:
+    lut, dsp = BUDGETS[family]
+    return 10_000 < cells.lut <= lut and 32 < cells.dsp <= dsp
+
+
+@NEEDS_TOOLS
+def test_the_core_fits_its_budget() -> None:
+    cells = synthesise("core", "xcup", timeout_s=600)
+    assert within_budget(cells, "xcup"), cells
+
+
+@pytest.mark.soak
+@NEEDS_TOOLS
+def test_the_core_fits_the_smaller_family() -> None:
+    cells = synthesise("core", "xc7")
+    assert within_budget(cells, "xc7"), cells
+
+
+@pytest.mark.parametrize("family", BUDGETS)
+def test_recorded_counts_are_within_the_budgets(family: Family) -> None:
+    rows = read_synthesis().rows
+    (core,) = (
+        row
+        for row in rows
+        if (row.design, row.family, row.head_size, row.group) == ("core", family, 128, 1)
+    )
+    assert within_budget(core, family), core
+    assert {row.design for row in rows if row.family == family} <= set(DESIGNS)
+
+
+@NEEDS_TOOLS
+def test_a_netlist_does_what_the_rtl_does(tmp_path: Path) -> None:
+    netlist, program = tmp_path / "netlist.v", tmp_path / "netlist.vvp"
+    map_unit("mul_single_wide", "xc7", netlist)
+    assert "DSP48E1" in netlist.read_text()
+    sources = [
+        Path(__file__).parent / "netlist_tb.sv",
+        netlist,
+        RTL / "float.sv",
+        build_folder() / "zkf.v",
+        cell_models(),
+    ]
+    built = ["iverilog", "-g2012", "-s", "netlist_tb", "-o", str(program), *map(str, sources)]
+    subprocess.run(built, check=True, timeout=120)
+    said = subprocess.run(["vvp", program], check=True, timeout=300, capture_output=True, text=True)
+    found = re.search(r"mismatches (\d+) nonzero (\d+)", said.stdout)
+    assert found is not None, said.stdout
+    assert int(found[1]) == 0
+    assert int(found[2]) > 10_000
+
+
+@NEEDS_TOOLS
+def test_what_yosys_refuses_is_told() -> None:
+    with pytest.raises(FpgaError, match="Yosys failed with status"):
+        run_yosys(["hierarchy -top nothing"], 60)
+
+
+def test_a_missing_yosys_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSDKV_FPGA_BUILD", str(tmp_path))
+    with pytest.raises(FpgaError, match="there is no Yosys; make fpga brings it"):
+        run_yosys([], 1)
+    with pytest.raises(FpgaError, match="no models of cells"):
+        cell_models()
+
+
+def test_cells_are_counted_by_how_often_their_module_stands_there() -> None:
+    modules = {
+        "\\top": {"num_cells_by_type": {"pair": 2, "FDRE": 1}},
+        "\\pair": {"num_cells_by_type": {"adder": 2, "LUT2": 1}},
+        "\\adder": {"num_cells_by_type": {"LUT6": 5, "DSP48E2": 1}},
+    }
+    found = count_cells({"modules": modules}, "top")
+    assert found == {"LUT6": 20, "DSP48E2": 4, "LUT2": 2, "FDRE": 1}

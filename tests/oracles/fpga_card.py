@@ -1,0 +1,132 @@
+"""A card that computes: a runtime of XRT whose runs are those of the oracle of the contract.
+
+Everything goes through the inner runtime first, buffers and runs too; XRT's no-op device computes
+nothing, so what the kernel would write is written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.oracles.fpga_backend import NumpyBackend
+from vllm_ssdkv.base.errors import FpgaListError
+from vllm_ssdkv.fpga_offload.backend import AttendWork, Partials
+from vllm_ssdkv.fpga_offload.description import (
+    ATTEND,
+    ENTRY,
+    JOB,
+    STATUS,
+    VERSION,
+    Flag,
+    KernelShape,
+    Status,
+)
+from vllm_ssdkv.fpga_offload.xrt.runtime import Argument, CardBuffer, Runtime
+
+
+class ComputingCard:
+    """See ``Runtime``; ``attend`` only.
+
+    Attributes:
+        version: That its kernels answer with.
+        flips: Bits of page memory that are flipped before each run: byte and mask.
+        runs: How many there were.
+    """
+
+    def __init__(self, inner: Runtime, shape: KernelShape, version: int = VERSION):
+        self.inner, self.shape, self.version = inner, shape, version
+        self.flips: list[tuple[int, int]] = []
+        self.runs = 0
+
+    def name(self) -> str:
+        return self.inner.name()
+
+    def buffer(self, kernel: str, argument: int, nbytes: int, *, peer: bool) -> CardBuffer:
+        return self.inner.buffer(kernel, argument, nbytes, peer=peer)
+
+    def release(self, buffer: CardBuffer) -> None:
+        self.inner.release(buffer)
+
+    def sync(self, buffer: CardBuffer, nbytes: int, *, to_card: bool) -> None:
+        self.inner.sync(buffer, nbytes, to_card=to_card)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def run(self, kernel: str, arguments: Sequence[Argument], timeout_s: float) -> int:
+        state = self.inner.run(kernel, arguments, timeout_s)
+        self.runs += 1
+        named = dict(zip((one.name for one in ATTEND.arguments), arguments, strict=True))
+        status = np.zeros(1, STATUS.dtype)
+        status["version"] = self.version
+        try:
+            self._attend(named)
+        except FpgaListError:
+            status["code"] = Status.JOB_ENTRIES
+        _bytes(named, "status")[: STATUS.nbytes] = status.view(np.uint8)
+        return state
+
+    def _attend(self, named: dict[str, Argument]) -> None:
+        pages = _bytes(named, "pages")
+        for at, mask in self.flips:
+            pages[at] ^= mask
+        # The no-op device's memory is not aligned, and pages must be.
+        room = np.zeros(len(pages) + 64, np.uint8)
+        begin = -room.ctypes.data % 64
+        room[begin : begin + len(pages)] = pages
+        entries = _records(named, "entries", ENTRY.dtype, _number(named, "entry_count"))
+        entries["address"] += np.uint64(room.ctypes.data + begin)
+        jobs = _records(named, "jobs", JOB.dtype, _number(named, "job_count"))
+        each = self.shape.group * self.shape.head_size
+        count = int(jobs["query"].max()) + 1
+        queries = _records(named, "q", np.dtype(np.uint16), count * each)
+        flags = Flag(_number(named, "flags"))
+        log2e = np.array(_number(named, "scale_log2e"), np.uint32).view(np.float32)
+        work = AttendWork(
+            queries.reshape(count, self.shape.group, self.shape.head_size),
+            entries,
+            jobs,
+            float(log2e) * np.log(2),
+            partials=int(jobs["out"].max()) + 1,
+            v_offset=_number(named, "v_offset"),
+            mask=Flag.MASK in flags,
+            checksum=Flag.CHECKSUM in flags,
+        )
+        self._write(named, work, NumpyBackend(self.shape).attend(work))
+
+    def _write(self, named: dict[str, Argument], work: AttendWork, found: Partials) -> None:
+        out, size = _bytes(named, "out"), self.shape.partial_bytes
+        m = np.ceil(found.m / np.log(2))
+        with np.errstate(invalid="ignore"):
+            factor = np.nan_to_num(np.exp(found.m - m * np.log(2)))
+        for job in work.jobs["out"].tolist():
+            record = np.zeros(size // 4, np.float32)
+            each = self.shape.group * self.shape.head_size
+            record[:each] = (found.acc[job] * factor[job][:, None]).ravel()
+            record[each : each + self.shape.group] = m[job]
+            record[each + 8 : each + 8 + self.shape.group] = found.l[job] * factor[job]
+            out[job * size : (job + 1) * size] = record.view(np.uint8)
+        if found.digests is not None:
+            _bytes(named, "digests")[: found.digests.nbytes] = found.digests.view(np.uint8)
+
+
+def _bytes(named: dict[str, Argument], name: str) -> NDArray[np.uint8]:
+    argument = named[name]
+    assert isinstance(argument, CardBuffer)
+    return argument.mapped
+
+
+def _number(named: dict[str, Argument], name: str) -> int:
+    argument = named[name]
+    assert isinstance(argument, tuple)
+    return argument[0]
+
+
+def _records(
+    named: dict[str, Argument], name: str, dtype: np.dtype[Any], count: int
+) -> NDArray[Any]:
+    return _bytes(named, name)[: count * dtype.itemsize].copy().view(dtype)

@@ -1,0 +1,1 @@
+"""``ssdkv fpga``: estimate, simulate and synthesise the kernels that attend near storage."""
