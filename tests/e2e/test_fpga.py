@@ -50,7 +50,7 @@ class Fpga(Recall):
     def start(self) -> None:
         sparse = {"exact_below": 0, "page_cache": "1MiB", **self.options}
         chooses = self.selector != "exact"
-        io = {"staging": "4MiB", "fault_file": str(self.control), "deadline": 2.0}
+        io = {"staging": "4MiB", "fault_file": str(self.control), "deadline": 30.0}
         offload = {"kind": "fpga", "backend": self.backend, "share": 1.0, "peer": self.peer}
         self.engine = Engine(
             MODEL_DIR,
