@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from vllm_ssdkv.fpga_offload.figures import Figure, figures
-from vllm_ssdkv.fpga_offload.results import Cells, Cycles
+from vllm_ssdkv.fpga_offload.results import Cells, Cycles, read_cycles
 
 LINE_RATE = [
     Cycles("attend", 128, group, "float16", tokens, tokens * 512, tokens * 8 + 30)
@@ -45,3 +45,8 @@ def test_increments_are_of_a_query_head() -> None:
     assert find(found, "LUT of core, G = 1").ratio == pytest.approx(40 / 203)
     assert find(found, "LUT of core, G = 4").ours is None
     assert find(found, "LUT of attention").ours is None, "xcup is not the family of a Zynq 7045"
+
+
+def test_p20_holds_by_the_recorded_cycles() -> None:
+    found = [one for one in figures(read_cycles().rows, []) if one.name.startswith("P20")]
+    assert [one.holds for one in found] == [True, True, True]
