@@ -11,6 +11,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker import kv_connector_model_runner_mixin
 
 from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.connector import active_worker, startup
@@ -33,6 +34,9 @@ class Worker:
 
     def end(self, plan: SSDKVMetadata) -> None:
         self.calls.append(("end", plan.step))
+
+    def give_up(self) -> None:
+        self.calls.append(("give up", self._step))
 
     def collect(self, *, idle: bool) -> None:
         self.calls.append(("collect", self._step))
@@ -96,6 +100,54 @@ def test_every_step_ends_once_in_either_order(
     late = mode == "reuse" and step is results_then_save
     order = ("begin", "collect", "end") if late else ("begin", "end", "collect")
     assert worker.calls == [(call, number) for number in range(3) for call in order]
+
+
+@pytest.mark.parametrize("mode", ["page", "reuse"])
+def test_what_a_step_that_fails_has_not_computed_is_not_stored(
+    connect: Callable[[str], tuple[SSDKVConnector, Worker]],
+    mode: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM ends such a step, too. That an error is being handled around steps says nothing."""
+    connector, worker = connect(mode)
+    monkeypatch.setattr(kv_connector_model_runner_mixin, "get_kv_transfer_group", lambda: connector)
+    monkeypatch.setattr(kv_connector_model_runner_mixin, "get_forward_context", lambda: None)
+    run = kv_connector_model_runner_mixin.KVConnectorModelRunnerMixin._get_kv_connector_output
+
+    def step(number: int, *, fails: bool) -> None:
+        plan = SSDKVMetadata(step=number)
+        output: Any = SimpleNamespace(
+            kv_connector_metadata=plan, has_sync_kv_loads=False, finished_req_ids=set()
+        )
+        with run(output):
+            if fails:
+                raise ArithmeticError(number)
+
+    with pytest.raises(ArithmeticError):
+        step(0, fails=True)
+    try:
+        int("")
+    except ValueError:
+        step(1, fails=False)
+    calls = [("begin", 0), ("give up", 0), ("collect", 0)]
+    assert worker.calls == [*calls, ("begin", 1), ("end", 1), ("collect", 1)]
+
+
+def test_a_layer_that_projects_stored_x_is_not_at_its_end(
+    connect: Callable[[str], tuple[SSDKVConnector, Worker]],
+) -> None:
+    """vLLM tells of it for each call: of those within its attention, too."""
+    connector, _ = connect("page")
+    told: list[str] = []
+    worker: Any = connector.worker
+    worker.layers = SimpleNamespace(computed=told.append)
+    worker.projector = SimpleNamespace(projecting=True)
+    nothing: Any = None
+    connector.save_kv_layer("layers.0", nothing, nothing)
+    assert not told
+    worker.projector.projecting = False
+    connector.save_kv_layer("layers.0", nothing, nothing)
+    assert told == ["layers.0"]
 
 
 class TestFailurePolicyOfAParent:

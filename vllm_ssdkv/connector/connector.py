@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -63,6 +64,7 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SSDKVScheduler | None = None
         self._worker: SSDKVWorker | None = None
         self._ended: SSDKVMetadata | None = None
+        self._handled: BaseException | None = None
         if role is KVConnectorRole.SCHEDULER:
             startup.tell_what_has_no_effect(self.config)
             self._scheduler = startup.open_scheduler(self.config, vllm_config, kv_cache_config)
@@ -179,6 +181,7 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins; in page mode its reads begin now, before the forward pass."""
         super().bind_connector_metadata(connector_metadata)
+        self._handled = sys.exc_info()[1]
         self.worker.begin(self._plan())
 
     def _plan(self) -> SSDKVMetadata:
@@ -201,8 +204,11 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
         **kwargs: Any,  # noqa: ANN401 - vLLM's own signature
     ) -> None:
         """A layer has its attention: its part of the step's blocks is copied beside the next."""
-        if self.worker.layers is not None:
-            self.worker.layers.computed(layer_name)
+        worker = self.worker
+        if worker.projector is not None and worker.projector.projecting:
+            return  # the layer is called within itself, to project stored X; its own end comes
+        if worker.layers is not None:
+            worker.layers.computed(layer_name)
 
     def wait_for_save(self) -> None:
         """The forward pass is over: what is left of completed blocks is copied to DRAM, I/O is
@@ -211,8 +217,14 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _end_step(self) -> None:
         plan = self._plan()
-        if plan is not self._ended:
-            self._ended = plan
+        if plan is self._ended:
+            return
+        self._ended = plan
+        if sys.exc_info()[1] is not self._handled:
+            # vLLM ends steps in a ``finally``. What a step that failed has not computed must not
+            # be written under its keys: a journal that is made anew from headers would have it.
+            self.worker.give_up()
+        else:
             self.worker.end(plan)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

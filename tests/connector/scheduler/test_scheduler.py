@@ -178,6 +178,8 @@ def test_nobody_finds_a_context_that_is_stored_as_x(model: Path, depth: int) -> 
                 if load.request_id not in BACKGROUND:
                     found |= set(zip(load.slots.tolist(), load.epochs.tolist(), strict=True))
         assert not saved & found
+        # Nor does it push out what somebody could find.
+        assert not any(turmoil.run.ours.index.holds(*pair) for pair in saved)
         as_x, loaded = as_x + len(saved), loaded + len(found)
     assert as_x > 100
     assert loaded

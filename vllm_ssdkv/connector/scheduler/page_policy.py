@@ -223,6 +223,8 @@ class PagePolicy:
         state.private.clear()
         if state.running and state.load is not None and not self._parts.store.suspension:
             self._parts.rewriter.ended(state.load)
+        if state.as_x:  # nobody can find them: kept, they would push out what somebody can
+            self._index.drop(np.array(state.slots, dtype=np.int64))
         self._slots.unpin(state.slots)
         for slot in state.slots:
             self._in_contexts[slot] -= 1

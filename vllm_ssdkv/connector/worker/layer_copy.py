@@ -239,9 +239,12 @@ class LayerCopier:
         self._under_way.popleft().result()
 
     def _late(self) -> DeadlineError:
+        cause = "there are too few processors for what runs on them"
+        if self._stream is not None:
+            cause = "the GPU has not computed it, or another rank is late: see its log"
         return DeadlineError(
             f"a layer of KV was not copied to DRAM within {self._deadline_s:g} s (io.deadline): "
-            "there are too few processors for what runs on them"
+            f"{cause}"
         )
 
     def _copy(

@@ -257,8 +257,14 @@ class SSDKVWorker:
             )
         else:
             self._port = OpaquePort(caches, self.layout.geometry, self._store.frames)
-        deadline_s, device = self.config.io.deadline, caches[0].device
-        self.layers = LayerCopier(self._port, self.layout, device, deadline_s, self.counters)
+        self.layers = LayerCopier(
+            self._port, self.layout, caches[0].device, self._layer_deadline(), self.counters
+        )
+
+    def _layer_deadline(self) -> float:
+        """Seconds for a copy of a layer: it waits for what the GPU has to do before, where other
+        ranks may be late by one deadline for each drive that hangs."""
+        return self.config.io.deadline * (len(self._opened.devices) + 1)
 
     def _blocks(self, cache: torch.Tensor) -> torch.Tensor:
         layout = self.layout
@@ -535,6 +541,17 @@ class SSDKVWorker:
                 self._load(load)
             else:
                 self._refuse(load)
+
+    def give_up(self) -> None:
+        """In place of :meth:`end`: the forward pass has failed. Nothing of the step is stored."""
+        logger.error("ssdkv: the forward pass failed: no block of this step is stored")
+        if self.step is not None:
+            self.step.close()
+            self.step = None
+        if self.projector is not None:
+            self.projector.recording = False
+        if self.layers is not None:
+            self.store.abandon(self.layers.drop())
 
     def _close_step(self, step: PagedStep) -> list[int]:
         """Slots of the blocks that this step computed from a context it could not read."""

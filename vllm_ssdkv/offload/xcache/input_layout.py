@@ -58,12 +58,14 @@ class InputLayout:
         kept = torch.from_numpy(frame[geometry.header_bytes : geometry.frame_bytes]).view(
             geometry.layers, geometry.pages_per_layer, geometry.page_bytes
         )
-        kept.zero_()
         raw = inputs.cpu().contiguous().view(torch.uint8).view(geometry.layers, self.nbytes)
-        padded = torch.zeros(geometry.layers, self.pages * geometry.payload_bytes).byte()
-        padded[:, : self.nbytes] = raw
-        pages = padded.view(geometry.layers, self.pages, geometry.payload_bytes)
-        kept[:, : self.pages, : geometry.payload_bytes] = pages
+        payload = geometry.payload_bytes
+        full, rest = divmod(self.nbytes, payload)
+        kept[:, :full, :payload] = raw[:, : full * payload].view(geometry.layers, full, payload)
+        kept[:, :full, payload:] = 0
+        kept[:, full:] = 0
+        if rest:
+            kept[:, full, :rest] = raw[:, full * payload :]
 
     def get(self, arena: Arena, base: NDArray[np.uint64]) -> torch.Tensor:
         """X of blocks whose layer begins at absolute addresses ``base`` [n] in the arena.

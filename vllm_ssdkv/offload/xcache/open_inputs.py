@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_ssdkv.base.errors import StepError
+
 LEAST_MORE: Final = 8
 """Places by which memory grows, at least."""
 
@@ -32,9 +34,10 @@ class OpenInputs:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """Memory for no block yet, of [layers, places, block_tokens, hidden]."""
-        self._block_tokens = block_tokens
-        self._memory = torch.zeros((layers, 0, block_tokens, hidden), dtype=dtype, device=device)
+        """Memory for no block yet: of each layer, [places, block_tokens, hidden]."""
+        self._block_tokens, self._hidden = block_tokens, hidden
+        shape = (0, block_tokens, hidden)
+        self._memory = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self._free: list[int] = []
         self._places: dict[int, int] = {}
         self._blocks: dict[str, set[int]] = {}
@@ -46,10 +49,14 @@ class OpenInputs:
     @property
     def nbytes(self) -> int:
         """Bytes of all places."""
-        return self._memory.nbytes
+        return sum(layer.nbytes for layer in self._memory)
 
     def assign(self, request_id: str, blocks: Iterable[int]) -> None:
-        """Give a request's HBM blocks places, those that have none."""
+        """Give a request's HBM blocks places, those that have none.
+
+        Raises:
+            StepError: there is no memory for them.
+        """
         own = self._blocks.setdefault(request_id, set())
         new = [block for block in blocks if block not in own]
         self.release([block for block in new if block in self._places])  # another request's before
@@ -74,17 +81,26 @@ class OpenInputs:
             inputs: X of all tokens, [T, hidden].
             tokens: Those to keep, [n], int64.
             targets: See :meth:`targets`, [n], int64.
+
+        Raises:
+            StepError: X has another width than the model's hidden states.
         """
-        rows = self._memory[layer].view(-1, inputs.shape[-1])
+        if inputs.shape[-1] != self._hidden:
+            raise StepError(
+                f"X of layer {layer} has {inputs.shape[-1]} numbers a token, the model's hidden "
+                f"states have {self._hidden}: set offload.x_share to 0"
+            )
+        rows = self._memory[layer].view(-1, self._hidden)
         rows.index_copy_(0, targets, inputs.index_select(0, tokens))
 
     def of(self, block: int) -> torch.Tensor:
-        """X of an HBM block, [layers, block_tokens, hidden], a view.
+        """X of an HBM block, [layers, block_tokens, hidden], a copy.
 
         Raises:
             KeyError: it has no place.
         """
-        return self._memory[:, self._places[block]]
+        place = self._places[block]
+        return torch.stack([layer[place] for layer in self._memory])
 
     def release(self, blocks: Sequence[int]) -> None:
         """These HBM blocks are stored, or never will be."""
@@ -99,6 +115,16 @@ class OpenInputs:
         self.release(list(self._blocks.pop(request_id, ())))
 
     def _grow(self, more: int) -> None:
-        layers, before, *block = self._memory.shape
-        self._memory = torch.cat([self._memory, self._memory.new_zeros((layers, more, *block))], 1)
+        """Make room for ``more`` blocks, layer by layer: never twice as much as is needed."""
+        before = len(self._memory[0])
+        try:
+            for layer, old in enumerate(self._memory):
+                new = old.new_zeros((more, *old.shape[1:]))
+                self._memory[layer] = torch.cat([old, new])
+        except torch.OutOfMemoryError as error:
+            raise StepError(
+                f"the accelerator has no memory for X of {before + more} blocks, beside what vLLM "
+                "takes: lower --gpu-memory-utilization or --max-num-batched-tokens, or set "
+                "offload.x_share to 0"
+            ) from error
         self._free.extend(range(before, before + more))
