@@ -145,7 +145,7 @@ module channel_scores #(parameter D = 128, parameter G = 1, parameter LN = 16) (
     reg full, filling;                        // the logits that wait to be added up; those on their way
     wire [3:0] now_beats = tiles[tiles_out[3:0]];
     wire last_channel = {1'b0, channel} + 9'd1 == keep;
-    wire begin_turn = phase == 7 && tiles_waiting != 0 && waiting >= {4'd0, now_beats}
+    wire begin_turn = phase == 7 && tiles_waiting != 0 && waiting >= {4'd0, now_beats} + {7'd0, pop}
         && !(last_channel && (full || filling));
     assign sum_place = channel;
     reg [3:0] turn_beats;

@@ -71,9 +71,12 @@ def test_one_channel_and_all(backend: RtlsimBackend, channels: int) -> None:
 
 
 @pytest.mark.parametrize("backend", [HALF], indirect=True)
-def test_stalls_on_every_channel(backend: RtlsimBackend) -> None:
-    backend.set_memory(seed=4, stalls=0.3, latency=30)
+@pytest.mark.parametrize("stalls", [0.3, 0.8])
+def test_stalls_on_every_channel(backend: RtlsimBackend, stalls: float) -> None:
+    """Blocks of 176 tokens: the last beats of their channels come in turns of their own."""
+    backend.set_memory(seed=4, stalls=stalls, latency=30)
     same(backend, make_sparf(backend.shape, CONTEXTS, 64, 16, seed=4))
+    same(backend, make_sparf(backend.shape, ((3, 3, 186), (1, 3, 64)), 176, 8, seed=4, levels=2))
 
 
 @pytest.mark.parametrize("backend", [HALF], indirect=True)
