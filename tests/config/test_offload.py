@@ -31,6 +31,13 @@ def test_shares(share: float | str) -> None:
     assert (config.share, config.x_share) == (share, share)
 
 
+@pytest.mark.parametrize("number", [0, 0.0])
+def test_a_share_of_x_is_not_chosen_by_a_device_without_work(number: float) -> None:
+    options = {"share": number, "x_share": "auto"}
+    with pytest.raises(ConfigError, match=r'x_share "auto" with share 0: .* leave share out'):
+        SSDKVConfig.from_extra_config({**PAGE, "offload": options})
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
