@@ -26,7 +26,9 @@ from vllm_ssdkv.connector.model_layout import directory_name, fingerprint, kv_la
 ENGINE: Any = SimpleNamespace(
     parallel_config=SimpleNamespace(tensor_parallel_size=1),
     speculative_config=None,
-    model_config=SimpleNamespace(model="m", revision=None, dtype=torch.float16),
+    model_config=SimpleNamespace(
+        model="m", revision=None, dtype=torch.float16, get_num_attention_heads=lambda _: 4
+    ),
     cache_config=SimpleNamespace(cache_dtype="auto"),
 )
 

@@ -395,6 +395,15 @@ CASES = {
         options={**PAGE, "offload": {"threads": CPUS}},
         settings={"parallel_config__tensor_parallel_size": 2},
     ),
+    "fpga-heads": Case(
+        "llama",
+        "offload.kind: the model's heads have 32 channels, and the FPGA kernels have 64, 128, 256",
+        {
+            'set it to "host"': {"options": {**PAGE, "offload": {"kind": "host"}}},
+            "leave offload out": {"options": PAGE},
+        },
+        options={**PAGE, "offload": {"kind": "fpga"}},
+    ),
     "layer-features": Case(
         "llama",
         "page mode does not compute ALiBi, logits soft-capping",

@@ -109,6 +109,7 @@ class LayerCopier:
         self._under_way: deque[Future[None]] = deque()
         self.most_waiting = 0
         """Layers that waited or were being copied at a time, at most."""
+        counters.set("layers_waiting", 0)
         self._thread = DaemonExecutor(1)
         cuda: Any = torch.cuda
         self._stream: Any = cuda.Stream(device) if device.type == "cuda" else None
