@@ -1,4 +1,4 @@
-"""What every backend does: numpy arrays in and out, one kernel call each.
+"""Protocol of the backends: numpy arrays in and out, one kernel call each.
 
 ``csim``, ``rtlsim`` and ``xrt`` implement :class:`Backend`; who drives them is
 ``vllm_ssdkv.offload.fpga``. A list is checked by the kernel, and what it finds is raised here.
@@ -141,7 +141,7 @@ class SparfWork:
 
 @dataclass(frozen=True, slots=True)
 class SparfResult:
-    """What ``sparf`` chose.
+    """Choice that ``sparf`` made.
 
     Attributes:
         masks: Bits of the chosen tokens of each entry, uint32 [entries]; 0: the page is not needed.

@@ -72,7 +72,7 @@ class Flag(IntFlag):
 
 
 class Status(IntEnum):
-    """What a kernel found; ``index`` of the status record says where.
+    """Finding of a kernel; ``index`` of the status record says where.
 
     After an error nothing of the outputs but the status record is defined.
     """
@@ -369,7 +369,7 @@ KERNELS = (ATTEND, SPARF)
 
 @dataclass(frozen=True, slots=True)
 class KernelShape:
-    """What a kernel is compiled for.
+    """Shape that a kernel is compiled for.
 
     Raises ``ValueError`` for a shape that no kernel is made for.
 

@@ -57,7 +57,7 @@ class Figure:
 
     @property
     def holds(self) -> bool | None:
-        """Whether ours is within the tolerance; None: nothing is claimed, or ours is missing."""
+        """True if ours is within the tolerance; None: nothing is claimed, or ours is missing."""
         if self.ratio is None or self.tolerance is None:
             return None
         return abs(self.ratio - 1) <= self.tolerance

@@ -289,7 +289,7 @@ FILES: Mapping[str, Callable[[], str]] = {
     "attend_top.sv": lambda: f"// {NOTICE}\n{rtl_top('attend')}",
     "sparf_top.sv": lambda: f"// {NOTICE}\n{rtl_top('sparf')}",
 }
-"""What is generated, by name in ``generated/``."""
+"""Generated files, by name in ``generated/``."""
 
 
 def write(directory: Path = DIRECTORY) -> None:

@@ -38,7 +38,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a backend made of a problem.
+    """Result of a backend on a problem.
 
     Attributes:
         error: Largest distance from float64, over the largest output.

@@ -288,7 +288,7 @@ class XrtBackend(KernelBackend):
     # ---- pages ----
 
     def _is_peer(self, address: NDArray[np.uint64]) -> bool:
-        """Whether these pages lie in the card's memory already: all of them, or none."""
+        """Check whether these pages lie in the card's memory already: all of them, or none."""
         if self._peer is None or not len(address):
             return False
         begin = self._peer.mapped.ctypes.data

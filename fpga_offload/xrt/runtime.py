@@ -28,7 +28,7 @@ BRIDGE: Final = "libssdkv_xrt.so"
 _TEXT_BYTES: Final = 1 << 16
 
 KernelArguments: TypeAlias = Mapping[str, Sequence[tuple[str, int, int]]]
-"""Of each kernel of a file: name, offset and size of its arguments, by the kernel's name."""
+"""Arguments of the kernels of a file, by the kernel's name: name, offset and size of each."""
 
 
 @dataclass(frozen=True, slots=True)

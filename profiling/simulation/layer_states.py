@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 
 class Fields(Protocol):
-    """Whole numbers of a configuration."""
+    """Integers of a configuration."""
 
     def whole(self, *names: str, default: int | None = None) -> int:
         """The first of these fields that is there."""

@@ -80,7 +80,7 @@ def test_every_shape(shape: KernelShape) -> None:
 
 @pytest.mark.parametrize("path", sorted(library_path().parent.glob("libssdkv_csim*.so")))
 def test_every_library_that_is_built(path: Path) -> None:
-    """Those for other CPUs than this one, too."""
+    """Both libraries, also the one for other CPUs than this."""
     if "avx2" in path.name and path != library_path():
         pytest.skip("no AVX2 here")
     problem = Problem(KernelShape(128, 4, "float16"), [Job([16] * 20 + [3]), Job([1])])

@@ -21,7 +21,7 @@ TOKENS = 1500
 GROUP, HEAD_SIZE = 2, 64
 
 Recorded = list[tuple[Doubles, Doubles, Doubles]]
-"""Of each layer and KV head: queries [n, d] of the last token, keys and values [tokens, d]."""
+"""Numbers by layer and KV head: queries [n, d] of the last token, keys and values [tokens, d]."""
 
 
 @pytest.fixture(scope="module")

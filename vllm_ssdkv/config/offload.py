@@ -17,7 +17,7 @@ OffloadKind: TypeAlias = Literal["host", "fpga"]
 """Device that attends."""
 
 FpgaBackend: TypeAlias = Literal["csim", "rtlsim", "xrt"]
-"""What runs the kernels of an FPGA: see ``docs/fpga.md``."""
+"""Place where the kernels of an FPGA run: see ``docs/fpga.md``."""
 
 DriveProfile: TypeAlias = Literal["instinfer", "smartssd"]
 """A drive of a paper that attends to what lies on it."""

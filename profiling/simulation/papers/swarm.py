@@ -11,7 +11,7 @@ from vllm_ssdkv.profiling.simulation.servers import Server
 PAPER = "Swarm"
 ENTRY_BYTES = 4096
 ENTRIES = 64
-"""Of each drive, in its queue at a time."""
+"""Reads in the queue of a drive at a time."""
 LAB = "`ssdkv reproduce --traces DIR` answers; docs/clusters.md has what it said of six traces"
 FOLLOWS_NOT = frozenset({"P10", "P12", "P14", "P15"})
 """Rows that were measured as not following from anything that can be built here."""

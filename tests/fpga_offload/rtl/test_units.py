@@ -11,7 +11,7 @@ from vllm_ssdkv.fpga_offload.synth import RTL
 
 
 def simulate(unit: str, folder: Path) -> str:
-    """What the bench of a unit prints."""
+    """Output of the bench of a unit."""
     program, bench = folder / f"{unit}.vvp", Path(__file__).parent / f"{unit}_tb.sv"
     top = f"{unit}_tb"
     built = ["iverilog", "-g2012", "-s", top, "-o", program, bench, RTL / f"{unit}.sv"]

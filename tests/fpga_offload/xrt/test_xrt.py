@@ -127,7 +127,7 @@ def test_a_card_that_computes_nothing_is_refused_at_start(path: str) -> None:
 
 @pytest.mark.parametrize("pool_pages", [1000, 9])
 def test_pages_of_the_host(card: ComputingCard, pool_pages: int) -> None:
-    """Those of all jobs in one run, or in several where they do not fit."""
+    """Partials of all jobs in one run, or in several where they do not fit."""
     memory, work = problem(8 if pool_pages > 8 else 12)
     backend = XrtBackend(card, SHAPE, 5.0, pool_bytes=pool_pages * SHAPE.page_bytes)
     assert_same(backend.tried("this"), work)
@@ -276,7 +276,7 @@ def test_by_the_bindings_of_xrt(
 
 
 def test_memory_that_drives_cannot_write_to(card: ComputingCard, tmp_path: Path) -> None:
-    """That of the no-op device is not aligned: no I/O engine takes it, and pages come through the
+    """Memory of the no-op device is not aligned: no I/O engine takes it, and pages come through the
     host's memory."""
     memory = BorrowedArena(XrtBackend(card, SHAPE, 5.0).peer_memory(1 << 20))
     assert memory.address % 4096

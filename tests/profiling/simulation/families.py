@@ -139,7 +139,7 @@ def make(directory: Path, family: str) -> Path:
 
 
 def layers_of(config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """What each layer of the model keeps. Within :func:`one_rank`."""
+    """KV that each layer of the model keeps. Within :func:`one_rank`."""
     # The engine core asks workers for their layouts; bytes do not depend on it.
     config.cache_config.kv_cache_layout = "LBNHC"
     with set_current_vllm_config(config), torch.device("cpu"):

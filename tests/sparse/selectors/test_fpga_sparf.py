@@ -1,4 +1,4 @@
-"""What an FPGA chooses is what the host chooses, token by token and page by page."""
+"""An FPGA chooses what the host chooses, token by token and page by page."""
 
 from __future__ import annotations
 
