@@ -91,6 +91,11 @@ class Flash(Description):
     firmware_s: Positive
     link_bandwidth: Positive
 
+    @property
+    def rewrite_s(self) -> float:
+        """Seconds of a write of less than a page, with nothing beside it: read, then programmed."""
+        return self.firmware_s + self.read_s + self.program_s
+
     def as_drive(self, name: str) -> Drive:
         """The drive that it makes: the slowest of dies, channels and link.
 
@@ -124,15 +129,30 @@ class NearStorage(Description):
             product's throttled twins go by.
         attend_bandwidth: Bytes/s of K and V that its kernel attends to from its own memory.
         prefill_bandwidth: Bytes/s that are written while nobody reads.
+        flash: Name of the flash in it.
+        kernels: Attention kernels beside each other.
+        clock_hz: Of these.
+        job_cycles: Cycles of a kernel from the end of a KV head to the beginning of the next one.
     """
 
     kind: ClassVar[str] = "near_storage"
     timing: DriveProfile
     attend_bandwidth: Positive | None = None
     prefill_bandwidth: Positive | None = None
+    flash: str | None = None
+    kernels: Whole = 1
+    clock_hz: Positive | None = None
+    job_cycles: Positive | None = None
     capacity_bytes: Positive | None = None
     endurance_bytes: Positive | None = None
     price_usd: Positive | None = None
+
+    @property
+    def job_s(self) -> float:
+        """Seconds that a KV head costs beside its bytes; 0: not described."""
+        if self.job_cycles is None or self.clock_hz is None:
+            return 0.0
+        return self.job_cycles / self.clock_hz / self.kernels
 
     @property
     def drive(self) -> DriveTiming:
@@ -144,11 +164,17 @@ class NearStorage(Description):
 
 
 class Host(Description):
-    """A server without its GPU and drives."""
+    """A server without its GPU and drives.
+
+    Attributes:
+        dram_bandwidth: Bytes/s of its memory; a copied byte takes three: it is read, its place is
+            fetched, and it is written.
+    """
 
     kind: ClassVar[str] = "hosts"
     clock_hz: Positive | None = None
     dram_bytes: Positive | None = None
+    dram_bandwidth: Positive | None = None
     price_usd: Positive | None = None
     chassis_usd: Positive | None = None
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.offload.testing.drive_timing import DriveTiming
-from vllm_ssdkv.profiling.simulation.hardware import Drive, IoPath, NearStorage
+from vllm_ssdkv.profiling.simulation.hardware import Drive, Flash, IoPath, NearStorage, find
 from vllm_ssdkv.store.placement.lanes import lanes_for
 
 
@@ -28,6 +28,16 @@ class Device(Protocol):
     @property
     def rate(self) -> float:
         """Bytes/s that it reads at best."""
+        ...
+
+    @property
+    def job_s(self) -> float:
+        """Seconds that attention of one KV head costs beside its bytes."""
+        ...
+
+    @property
+    def rewrite_s(self) -> float:
+        """Seconds of one write of less than a page, with nothing beside it."""
         ...
 
     def read_s(self, nbytes: float, requests: int) -> float:
@@ -64,6 +74,16 @@ class PlainDrive:
         """See ``Device``."""
         limit = self.drive.read_bandwidth
         return limit if self.path is None else min(limit, self.path.drive_bandwidth)
+
+    @property
+    def job_s(self) -> float:
+        """See ``Device``. None: it does not attend."""
+        return 0.0
+
+    @property
+    def rewrite_s(self) -> float:
+        """See ``Device``. The drive's memory takes it, as that of data centres is kept."""
+        return self.drive.latency_s + 1 / self.drive.iops
 
     def read_s(self, nbytes: float, requests: int) -> float:
         """See ``Device``."""
@@ -102,6 +122,18 @@ class AttendingDrive:
     def rate(self) -> float:
         """See ``Device``."""
         return self.timing.read_bandwidth
+
+    @property
+    def job_s(self) -> float:
+        """See ``Device``."""
+        return self.described.job_s
+
+    @property
+    def rewrite_s(self) -> float:
+        """See ``Device``. The page is read, changed and programmed."""
+        if self.described.flash is None:
+            return self.latency_s + self.timing.write_s(1)
+        return find(Flash, self.described.flash).rewrite_s
 
     def read_s(self, nbytes: float, requests: int) -> float:
         """See ``Device``. Whole pages of flash, at least one for each request."""

@@ -27,6 +27,8 @@ from vllm_ssdkv.profiling.simulation.storage import PlainDrive, Storage
 
 PAPER = "HILOS (ASPLOS 2026)"
 DRIVES = 16
+PLAIN_DRIVES = 4
+"""Of FlexGen's server, without a chassis: section 3.1 and table 1."""
 BATCH = 16
 CONTEXT = 32768
 LONG_REQUEST = 8192
@@ -36,8 +38,10 @@ SAME = 1e-6
 """Relative difference below which two times are one."""
 
 
-def _setting(storage: Storage) -> Setting:
-    link, chassis = (find(Link, name).bandwidth for name in ("pcie4-x16", "hilos-chassis"))
+def _setting(storage: Storage, *, in_chassis: bool = True) -> Setting:
+    link = find(Link, "pcie4-x16").bandwidth
+    slots = storage.count * find(Link, "pcie4-x4").bandwidth
+    chassis = find(Link, "hilos-chassis").bandwidth if in_chassis else slots
     machine = Machine(find(Gpu, "a100-40"), link, chassis, storage.count)
     return Setting(machine, storage, find_model("opt-66b"), BATCH, CONTEXT)
 
@@ -51,17 +55,27 @@ def near(spill_tokens: int = 16, share: float = 0.0) -> StepResult:
 
 @cache
 def flexgen() -> StepResult:
-    """A step of FlexGen with KV on as many plain drives."""
-    return decode(
-        systems.flexgen_with_weights_in_dram(), _setting(systems.memmap_drives(DRIVES, "pm9a3"))
-    )
+    """A step of FlexGen with KV on plain drives in the server."""
+    return decode(systems.flexgen_with_weights_in_dram(), _setting(_plain(), in_chassis=False))
+
+
+@cache
+def flexgen_in_chassis() -> StepResult:
+    """The same on HILOS' drives, which attend to nothing."""
+    storage = systems.attending_drives("hilos-smartssd", DRIVES)
+    return decode(systems.flexgen_with_weights_in_dram(), _setting(storage))
 
 
 @cache
 def good_path() -> StepResult:
-    """A step with the same drives behind O_DIRECT and io_uring."""
-    storage = Storage.alike(PlainDrive(find(Drive, "pm9a3")), DRIVES)
-    return decode(replace(systems.good_path(), weights="dram"), _setting(storage))
+    """A step with FlexGen's drives behind O_DIRECT and io_uring."""
+    return decode(
+        replace(systems.good_path(), weights="dram"), _setting(_plain(), in_chassis=False)
+    )
+
+
+def _plain() -> Storage:
+    return Storage.alike(PlainDrive(find(Drive, "pm9a3")), PLAIN_DRIVES)
 
 
 def share_of_x() -> float:
@@ -96,12 +110,12 @@ def lifetime_requests(share: float) -> float:
 
 
 def price_ratio() -> float:
-    """Price of HILOS' machine over that of FlexGen's, both with a chassis full of drives."""
+    """Price of HILOS' machine over that of FlexGen's, which has no chassis."""
     host, gpu = find(Host, "hilos-host"), find(Gpu, "a100-40")
     near_drive, drive = find(NearStorage, "hilos-smartssd"), find(Drive, "pm9a3")
-    prices = (host.price_usd, host.chassis_usd, gpu.price_usd)
-    base = sum(price for price in prices if price is not None)
-    return (base + DRIVES * (near_drive.price_usd or 0)) / (base + DRIVES * (drive.price_usd or 0))
+    base = (host.price_usd or 0) + (gpu.price_usd or 0)
+    own = base + (host.chassis_usd or 0) + DRIVES * (near_drive.price_usd or 0)
+    return own / (base + PLAIN_DRIVES * (drive.price_usd or 0))
 
 
 def _ablation() -> list[Result]:

@@ -8,22 +8,15 @@ from functools import cache
 from vllm_ssdkv.base.sizes import GIB
 from vllm_ssdkv.profiling.simulation import systems
 from vllm_ssdkv.profiling.simulation.decode import Setting, StepResult, System, decode
-from vllm_ssdkv.profiling.simulation.hardware import Drive, Gpu, Host, Link, Machine, find
+from vllm_ssdkv.profiling.simulation.hardware import Drive, Gpu, Host, find
 from vllm_ssdkv.profiling.simulation.model_shape import find_model
 from vllm_ssdkv.profiling.simulation.papers.result import Result, Target
 from vllm_ssdkv.profiling.simulation.storage import PlainDrive, Storage
-from vllm_ssdkv.profiling.simulation.systems import CONTEXT
+from vllm_ssdkv.profiling.simulation.systems import CONTEXT, instinfer_machine
 
 PAPER = "InstInfer (arXiv 2409.04992)"
 PROMPT = 1024
 MODEL = "opt-13b"
-
-
-def machine(drives: int) -> Machine:
-    """The testbed, with so many drives, each on a link of its own."""
-    gpu_link = find(Link, "pcie4-x16").bandwidth
-    drives_link = min(gpu_link, drives * find(Link, "pcie4-x4").bandwidth)
-    return Machine(find(Gpu, "a6000"), gpu_link, drives_link, drives)
 
 
 @cache
@@ -51,7 +44,7 @@ def good_path(batch: int, *, read_share: float = 1.0) -> StepResult:
 
 def _step(system: System, storage: Storage, batch: int) -> StepResult:
     model = find_model(MODEL)
-    return decode(system, Setting(machine(storage.count), storage, model, batch, CONTEXT))
+    return decode(system, Setting(instinfer_machine(storage.count), storage, model, batch, CONTEXT))
 
 
 @cache
@@ -70,7 +63,7 @@ def ours(batch: int = 64) -> list[tuple[str, float]]:
     near_drive = systems.attending_drives("instinfer-csd", 1)
     offload = replace(systems.ours_offload(), rest_s=rest)
     sparse = replace(systems.ours_sparse(), name="ours, offload and sparse", attends="drives")
-    setting = Setting(machine(1), near_drive, find_model(MODEL), batch, CONTEXT)
+    setting = Setting(instinfer_machine(1), near_drive, find_model(MODEL), batch, CONTEXT)
     found = [
         (replace(systems.ours_exact(), rest_s=rest), plain),
         (replace(systems.ours_sparse(), rest_s=rest), plain),
@@ -91,7 +84,7 @@ def traffic_ratio(tokens: int) -> float:
             systems.attending_drives("instinfer-csd", 1),
         ),
     ):
-        usage = decode(system, Setting(machine(1), storage, model, 1, tokens)).usage
+        usage = decode(system, Setting(instinfer_machine(1), storage, model, 1, tokens)).usage
         steps.append(usage["chassis up"].nbytes + usage["chassis down"].nbytes)
     return steps[0] / steps[1]
 
