@@ -79,6 +79,14 @@ class System:
         """Check what contradicts itself. Raises ConfigError."""
         if self.attends == "drives" and self.kv != "drives":
             raise ConfigError(f"{self.name}: attends: drives do not attend to KV in {self.kv}")
+        if self.kv != "drives" and (self.writes_first or self.relay is not None):
+            raise ConfigError(
+                f"{self.name}: relay, writes_first: KV lies in {self.kv}; they are of KV on drives"
+            )
+        if self.writes_first and self.whole_kv_back:
+            raise ConfigError(
+                f"{self.name}: writes_first, whole_kv_back: one of both, not rows and everything"
+            )
         if self.relay is not None and self.relay <= 0:
             raise ConfigError(f"{self.name}: relay: got {self.relay}; bytes/s above 0, or none")
         for name in ("near_share", "read_share", "x_share"):
@@ -99,6 +107,8 @@ class Setting:
         tokens: Of each context, without the newest one.
         in_hbm: Part of KV that lies in the accelerator's memory, whatever the system's place is.
         in_dram: Part of KV that lies in DRAM.
+        seed: Of latencies, each drawn for a drive and a layer: the slowest drive is waited for.
+            None: every piece has the median.
     """
 
     machine: Machine
@@ -108,6 +118,7 @@ class Setting:
     tokens: int
     in_hbm: float = 0.0
     in_dram: float = 0.0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         """Check sizes. Raises ConfigError."""
@@ -292,11 +303,15 @@ class _Run:
         yield from self._over(self.in_, share, order)
         yield from self._over(self.up, share, order)
 
+    def _latency_s(self, number: int, order: int) -> float:
+        device, seed = self.on.storage.devices[number], self.on.seed
+        return device.latency_s if seed is None else device.latency(f"{seed} {number} {order}")
+
     def _read(self, number: int, nbytes: float, order: int) -> Events:
         device, share = self.on.storage.devices[number], self.on.storage.shares[number] * nbytes
         seconds = device.read_s(share, -int(-share // READ_BYTES))
         yield from self.drives[number].work(
-            seconds, nbytes=share, latency_s=device.latency_s, order=order
+            seconds, nbytes=share, latency_s=self._latency_s(number, order), order=order
         )
 
     def _attend_near(self, order: int) -> Events:
@@ -315,7 +330,7 @@ class _Run:
         share = part * self.work.near_bytes
         seconds = device.attend_s(share) + part * self.work.jobs * device.job_s
         yield from self.drives[number].work(
-            seconds, nbytes=share, latency_s=device.latency_s, order=order
+            seconds, nbytes=share, latency_s=self._latency_s(number, order), order=order
         )
 
     def _write(self, order: int, nbytes: float, writes: float) -> Events:
@@ -334,8 +349,6 @@ class _Run:
 
     def _write_rows(self, order: int) -> Events:
         """Write each new row by itself, and wait for it."""
-        if self.system.kv != "drives":
-            return
         work = self.work
         if self.system.attends == "gpu":
             yield from self._over(self.down, work.new_bytes, order)

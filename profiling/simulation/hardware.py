@@ -50,7 +50,8 @@ class Drive(Description):
     """A drive that reads and writes. One queue; a request costs its bytes or its turn.
 
     Attributes:
-        latency_s: Seconds to the first byte, beside others: it occupies nobody.
+        latency_s: Seconds to the first byte, beside others: it occupies nobody. The median.
+        latency_p99_s: That 99 of 100 requests keep. None: all are alike.
         endurance_bytes: That may be written in its life.
     """
 
@@ -59,6 +60,7 @@ class Drive(Description):
     write_bandwidth: Positive
     iops: Positive
     latency_s: Positive
+    latency_p99_s: Positive | None = None
     capacity_bytes: Positive | None = None
     endurance_bytes: Positive | None = None
     price_usd: Positive | None = None
@@ -130,6 +132,7 @@ class NearStorage(Description):
         attend_bandwidth: Bytes/s of K and V that its kernel attends to from its own memory.
         prefill_bandwidth: Bytes/s that are written while nobody reads.
         flash: Name of the flash in it.
+        latency_p99_s: See :class:`Drive`.
         kernels: Attention kernels beside each other.
         clock_hz: Of these.
         job_cycles: Cycles of a kernel from the end of a KV head to the beginning of the next one.
@@ -140,6 +143,7 @@ class NearStorage(Description):
     attend_bandwidth: Positive | None = None
     prefill_bandwidth: Positive | None = None
     flash: str | None = None
+    latency_p99_s: Positive | None = None
     kernels: Whole = 1
     clock_hz: Positive | None = None
     job_cycles: Positive | None = None
@@ -184,10 +188,16 @@ class IoPath(Description):
 
     Attributes:
         drive_bandwidth: Bytes/s that it gets from one drive, whatever the drive could.
+        request_s: Seconds of its one thread for each block.
+        in_flight: Blocks of a request that it reads beside each other. None: enough.
+        relayed: 1: all of a request is in DRAM before any of it goes to the accelerator.
     """
 
     kind: ClassVar[str] = "paths"
-    drive_bandwidth: Positive
+    drive_bandwidth: Positive | None = None
+    request_s: Positive | None = None
+    in_flight: Whole | None = None
+    relayed: Whole | None = None
 
 
 class StorageNode(Description):
@@ -196,6 +206,9 @@ class StorageNode(Description):
     Attributes:
         clock_hz: Of its processor.
         channels: Of its flash.
+        cores: That attend.
+        core_attend_bandwidth: Bytes/s of K and V that one of them attends to.
+        flash: Name of its flash; it has so many channels of it.
     """
 
     kind: ClassVar[str] = "nodes"
@@ -203,6 +216,22 @@ class StorageNode(Description):
     dram_bytes: Positive
     channels: Whole
     capacity_bytes: Positive
+    cores: Whole = 1
+    core_attend_bandwidth: Positive | None = None
+    flash: str | None = None
+
+
+class Network(Description):
+    """A network between nodes, in one direction; the other way has as much.
+
+    Attributes:
+        bandwidth: Of one port.
+        latency_s: One way.
+    """
+
+    kind: ClassVar[str] = "networks"
+    bandwidth: Positive
+    latency_s: Positive
 
 
 class StoragePool(Description):
@@ -284,6 +313,7 @@ KINDS: Final[tuple[type[Description], ...]] = (
     Host,
     IoPath,
     StorageNode,
+    Network,
     StoragePool,
     Calibration,
     FlexGenCosts,

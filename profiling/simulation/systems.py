@@ -21,10 +21,12 @@ from vllm_ssdkv.profiling.simulation.hardware import (
     Link,
     Machine,
     NearStorage,
+    Network,
+    StorageNode,
     find,
 )
 from vllm_ssdkv.profiling.simulation.model_shape import ModelShape, find_model
-from vllm_ssdkv.profiling.simulation.storage import AttendingDrive, PlainDrive, Storage
+from vllm_ssdkv.profiling.simulation.storage import AttendingDrive, NodeDrive, PlainDrive, Storage
 
 COPY_PASSES = 3
 """Bytes of DRAM's bandwidth for a copied one: read, fetched at its place, written."""
@@ -131,7 +133,7 @@ def _rest_s(plain: System, drives: Storage, share: float, rate: float) -> float:
 
 
 def _memmap_rate() -> float:
-    return find(IoPath, "flexgen-memmap").drive_bandwidth
+    return find(IoPath, "flexgen-memmap").drive_bandwidth or 0.0
 
 
 def deepspeed(kv: Literal["dram", "drives"]) -> System:
@@ -174,6 +176,16 @@ def memmap_drives(count: int, drive: str = "980pro") -> Storage:
 def attending_drives(name: str, count: int) -> Storage:
     """Drives that attend."""
     return Storage.alike(AttendingDrive(find(NearStorage, name)), count)
+
+
+def node_pool() -> System:
+    """A pool of storage nodes like DockerSSD's, each of which attends to what it holds."""
+    return replace(ours_offload(), name="pool of nodes")
+
+
+def pool_drives(count: int, node: str = "ssd-node", network: str = "ethernet-25g") -> Storage:
+    """So many storage nodes, each with a port of its own."""
+    return Storage.alike(NodeDrive.of(find(StorageNode, node), find(Network, network)), count)
 
 
 def flexgen_prefill_bytes(model: ModelShape, batch: int, tokens: int) -> float:
