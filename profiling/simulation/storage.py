@@ -209,8 +209,8 @@ class NodeDrive:
         Raises:
             ConfigError: it is not.
         """
-        if node.flash is None or node.core_attend_bandwidth is None:
-            raise ConfigError(f"nodes: {node.name}: flash, core_attend_bandwidth: missing")
+        if node.flash is None or node.cores is None or node.core_attend_bandwidth is None:
+            raise ConfigError(f"nodes: {node.name}: flash, cores, core_attend_bandwidth: missing")
         flash = find(Flash, node.flash)
         inside = flash.model_copy(update={"channels": node.channels}).as_drive(node.name)
         return cls(PlainDrive(inside), network, node.cores * node.core_attend_bandwidth)

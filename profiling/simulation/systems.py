@@ -137,10 +137,10 @@ def _memmap_rate() -> float:
 
 
 def deepspeed(kv: Literal["dram", "drives"]) -> System:
-    """DeepSpeed with KV in ``dram`` or on ``drives``.
+    """DeepSpeed's ZeRO-Inference with KV in ``dram`` or on ``drives``.
 
-    Assumed, since no paper says it: a token is appended by making K and V of its layer anew, so all
-    of it goes out and back, and copies wait for each other.
+    Its attention layers move all KV of a layer back after the layer's computation, and wait for the
+    copies unless ``--async_kv_offload`` is given (DeepSpeedExamples, zero_inference/run_model.py).
     """
     return System("DeepSpeed", kv=kv, whole_kv_back=True, overlaps=False)
 

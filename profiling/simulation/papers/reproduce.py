@@ -10,6 +10,7 @@ from vllm_ssdkv.profiling.simulation import systems
 from vllm_ssdkv.profiling.simulation.hardware import KINDS, described
 from vllm_ssdkv.profiling.simulation.papers import dockerssd, flexgen, hilos, instinfer, swarm
 from vllm_ssdkv.profiling.simulation.papers.result import Result, Verdict, verdict_of
+from vllm_ssdkv.profiling.simulation.papers.swarm_traces import TraceFigures
 from vllm_ssdkv.profiling.table import Table
 
 ROWS = tuple(f"P{number}" for number in range(1, 27))
@@ -18,11 +19,14 @@ CALIBRATIONS = frozenset({"P6"})
 
 
 @cache
-def results() -> tuple[Result, ...]:
-    """Every row and part, in their order. Seconds of one core, the first time."""
+def results(figures: TraceFigures | None = None) -> tuple[Result, ...]:
+    """Every row and part, in their order. Seconds of one core, the first time.
+
+    ``figures``: of traces; those on record, if not given.
+    """
     found = [
         *instinfer.results(),
-        *swarm.results(),
+        *swarm.results(figures),
         *hilos.results(),
         *dockerssd.results(),
         *flexgen.results(),
@@ -30,19 +34,19 @@ def results() -> tuple[Result, ...]:
     return tuple(sorted(found, key=lambda one: int(one.row[1:])))
 
 
-def verdicts() -> dict[str, Verdict]:
+def verdicts(figures: TraceFigures | None = None) -> dict[str, Verdict]:
     """Verdict of each row, over its parts."""
     parts: dict[str, list[Result]] = {}
-    for one in results():
+    for one in results(figures):
         parts.setdefault(one.row, []).append(one)
     return {row: verdict_of(found) for row, found in parts.items()}
 
 
-def summary() -> str:
+def summary(figures: TraceFigures | None = None) -> str:
     """Count the rows inside their tolerance, of those that are predictions."""
     counted = {
         row: verdict
-        for row, verdict in verdicts().items()
+        for row, verdict in verdicts(figures).items()
         if row not in CALIBRATIONS | swarm.FOLLOWS_NOT
     }
     inside = [row for row, verdict in counted.items() if verdict == "pass"]
@@ -52,7 +56,7 @@ def summary() -> str:
     return (
         f"Of {len(counted)} rows that are to be predicted {len(inside)} are inside their tolerance "
         f"with all of their parts. Misses: {', '.join(missed) or 'none'}. "
-        f"Made an assumption, and are no predictions: {', '.join(made) or 'none'}. "
+        f"Made a constant or an assumption, and are no predictions: {', '.join(made) or 'none'}. "
         f"Not measured: {', '.join(unknown) or 'none'}."
     )
 
@@ -61,7 +65,9 @@ def _figure(value: float | None) -> str | None:
     return None if value is None else f"{value:.4g}"
 
 
-def tables(wanted: Collection[str] | None = None) -> list[Table]:
+def tables(
+    wanted: Collection[str] | None = None, figures: TraceFigures | None = None
+) -> list[Table]:
     """Results, what they rest on, the papers' baselines beside a good path, calibrated constants.
 
     ``wanted``: rows that are shown; all, if missing.
@@ -81,7 +87,7 @@ def tables(wanted: Collection[str] | None = None) -> list[Table]:
         "beside KV as the paper's own system needs. FlexGen maps its files and gets 0.91 GB/s of a "
         "drive of 7.",
     )
-    for one in results():
+    for one in results(figures):
         if wanted is not None and one.row not in wanted:
             continue
         deviation = "-" if one.deviation is None else f"{one.deviation:+.1%}"
@@ -127,11 +133,13 @@ def _calibrated() -> Table:
     return table
 
 
-def document(wanted: Collection[str] | None = None) -> dict[str, Any]:
+def document(
+    wanted: Collection[str] | None = None, figures: TraceFigures | None = None
+) -> dict[str, Any]:
     """Results as JSON: all, or those of some rows."""
     return {
-        "summary": summary(),
-        "verdicts": verdicts(),
+        "summary": summary(figures),
+        "verdicts": verdicts(figures),
         "results": [
             {
                 "row": one.row,
@@ -147,7 +155,7 @@ def document(wanted: Collection[str] | None = None) -> dict[str, Any]:
                 "note": one.note,
                 "good_path": one.beside,
             }
-            for one in results()
+            for one in results(figures)
             if wanted is None or one.row in wanted
         ],
     }

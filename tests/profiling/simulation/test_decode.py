@@ -348,5 +348,7 @@ def test_a_pool_of_nodes_sends_little_over_its_network() -> None:
     brought = [seconds[network, "brought"] for network in ("ethernet-25g", "ethernet-100g")]
     assert pool[0] < 1.1 * pool[1]
     assert brought[0] > 2 * brought[1]
-    with pytest.raises(ConfigError, match="nodes: dockerssd-node: flash, core_attend_bandwidth"):
+    with pytest.raises(
+        ConfigError, match="nodes: dockerssd-node: flash, cores, core_attend_bandwidth"
+    ):
         pool_drives(1, node="dockerssd-node")
