@@ -14,6 +14,7 @@ from vllm_ssdkv.cli.bench import bench
 from vllm_ssdkv.cli.bench.accuracy import accuracy
 from vllm_ssdkv.cli.bench.clusters import clusters
 from vllm_ssdkv.cli.bench.decode import decode
+from vllm_ssdkv.cli.bench.mlperf_kv import mlperf_kv
 from vllm_ssdkv.cli.bench.offload import offload
 from vllm_ssdkv.cli.bench.ttft import ttft
 from vllm_ssdkv.cli.demo.demo import demo, demo_model
@@ -53,6 +54,7 @@ app.add_typer(batch.app, name="batch")
 bench.app.command()(accuracy)
 bench.app.command()(clusters)
 bench.app.command()(decode)
+bench.app.command("mlperf-kv")(mlperf_kv)
 bench.app.command()(offload)
 bench.app.command()(ttft)
 app.add_typer(bench.app, name="bench")
