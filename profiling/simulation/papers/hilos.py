@@ -48,10 +48,10 @@ def _setting(storage: Storage, *, in_chassis: bool = True) -> Setting:
 
 
 @cache
-def near(spill_tokens: int = 16, share: float = 0.0) -> StepResult:
+def near(spill_tokens: int = 16, share: float = 0.0, drives: int = DRIVES) -> StepResult:
     """A step of HILOS."""
     system = systems.hilos(x_share=share, spill_tokens=spill_tokens)
-    return decode(system, _setting(systems.attending_drives("hilos-smartssd", DRIVES)))
+    return decode(system, _setting(systems.attending_drives("hilos-smartssd", drives)))
 
 
 @cache

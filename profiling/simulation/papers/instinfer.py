@@ -35,6 +35,11 @@ def flexgen(batch: int) -> StepResult:
     return _step(systems.flexgen(), systems.memmap_drives(1), batch)
 
 
+def flexgen_sparq(batch: int) -> StepResult:
+    """The same with SparQ."""
+    return _step(systems.flexgen_sparq(), systems.memmap_drives(1), batch)
+
+
 def good_path(batch: int, *, read_share: float = 1.0) -> StepResult:
     """A step with the same drive behind O_DIRECT and io_uring, and InstInfer's rest beside KV."""
     rest = systems.instinfer().rest_s

@@ -8,7 +8,14 @@ from typing import Any
 
 from vllm_ssdkv.profiling.simulation import systems
 from vllm_ssdkv.profiling.simulation.hardware import KINDS, described
-from vllm_ssdkv.profiling.simulation.papers import dockerssd, flexgen, hilos, instinfer, swarm
+from vllm_ssdkv.profiling.simulation.papers import (
+    dockerssd,
+    flexgen,
+    hilos,
+    instinfer,
+    pools,
+    swarm,
+)
 from vllm_ssdkv.profiling.simulation.papers.result import Result, Verdict, verdict_of
 from vllm_ssdkv.profiling.simulation.papers.swarm_traces import TraceFigures
 from vllm_ssdkv.profiling.table import Table
@@ -97,7 +104,8 @@ def tables(
             notes.add(one.name, one.verdict, one.note)
         if one.beside is not None:
             beside.add(one.name, one.what, _figure(one.ours), _figure(one.beside))
-    return [rows, notes, beside, *([_modes()] if wanted is None else []), _calibrated()]
+    own = [_modes(), _hits(), _nodes()] if wanted is None else []
+    return [rows, notes, beside, *own, _calibrated()]
 
 
 def _modes() -> Table:
@@ -113,6 +121,7 @@ def _modes() -> Table:
     )
     rows = [
         ("FlexGen", instinfer.flexgen(batch).tokens_per_s),
+        ("FlexGen-SparQ", instinfer.flexgen_sparq(batch).tokens_per_s),
         ("good I/O path", instinfer.good_path(batch).tokens_per_s),
         ("InstInfer, dense", instinfer.near(batch).tokens_per_s),
         ("InstInfer, sparse", instinfer.near(batch, sparse=True).tokens_per_s),
@@ -120,6 +129,35 @@ def _modes() -> Table:
     ]
     for name, speed in rows:
         table.add(name, speed)
+    return table
+
+
+def _hits() -> Table:
+    """Loads of a stored prompt."""
+    table = Table(
+        "Llama-3.1-8B, prompt of 32,768 tokens that is stored, four PM9A3, H100",
+        ["loaded by", "ms"],
+        note="LMCache and vLLM's tier by what `ssdkv bench io` measured of one request of each, "
+        "with no other request beside it. Ours is the good I/O path.",
+    )
+    for name, seconds in pools.hits():
+        table.add(name, 1e3 * seconds)
+    return table
+
+
+def _nodes() -> Table:
+    """Pools of storage nodes."""
+    table = Table(
+        "Llama-3.1-70B, one context of 131,072 tokens on storage nodes, tokens/s",
+        ["nodes", "nodes attend", "KV is brought"],
+        decimals=2,
+        note="Nodes of DockerSSD's size with a port of 25 Gbit/s each; the host has one of 100. "
+        "What a core attends to is assumed.",
+    )
+    for count in (4, 16, 64, 128):
+        table.add(
+            str(count), *(pools.step(count, near=near).tokens_per_s for near in (True, False))
+        )
     return table
 
 

@@ -40,8 +40,9 @@ def reproduce(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Draw one figure into `--plot`: instinfer-devices, instinfer-batches, "
-            "swarm-entries, hilos-intervals, hilos-shares or dockerssd-lengths.",
+            help="Draw one figure into `--plot`: instinfer-devices, -batches or -traffic, "
+            "swarm-entries, hilos-intervals, -shares, -ablation, -kernel or -endurance, "
+            "dockerssd-lengths, -cache or -nodes, flexgen-batches.",
         ),
     ] = None,
     plot_file: PlotOption = None,
