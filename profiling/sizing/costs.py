@@ -36,7 +36,8 @@ class Misses:
         """Part of the chosen pages. With less room than for a step's choice it grows to 1."""
         if room <= 0:
             return 1.0
-        found = self.part * (context / CONTEXT) ** self.by_context * room**self.by_room
+        found = self.part * math.pow(context / CONTEXT, self.by_context)
+        found *= math.pow(room, self.by_room)
         return min(1.0, max(LEAST_PART, found, 1 - room))
 
     @classmethod

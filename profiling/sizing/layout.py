@@ -14,6 +14,8 @@ from vllm_ssdkv.store.memory.memory_plan import MemoryPlan, SparseMemory
 
 BLOCK_TOKENS: Final = 16
 """Of vLLM's blocks, unless it is told."""
+CPU_BLOCK_TOKENS: Final = 128
+"""The same on a processor."""
 LARGEST_READ: Final = 512 * 1024
 """Bytes of a request: neighbours on a drive are joined up to this."""
 

@@ -155,21 +155,32 @@ class SizedMachine:
     def with_drives(self, count: int) -> SizedMachine:
         """The machine with ``count`` more of its last drive. Their power and price are added."""
         part = cost_of("drive")
-        price = self.drives[-1].price_usd or (part and part.price_usd)
+        price = self.drives[-1].price_usd or _price(part)
         return replace(
-            self._costing(part.watts * count if part else None, price and price * count),
+            self._costing(_times(_watts(part), count), _times(price, count)),
             drives=self.drives + self.drives[-1:] * count,
         )
 
     def with_dram(self, nbytes: float) -> SizedMachine:
         """The machine with so much more DRAM."""
-        part = cost_of("dram-gib")
-        gib = nbytes / GIB
-        watts, price = (part.watts * gib, (part.price_usd or 0.0) * gib) if part else (None, None)
-        return replace(self._costing(watts, price), dram_bytes=self.dram_bytes + nbytes)
+        part, gib = cost_of("dram-gib"), nbytes / GIB
+        costing = self._costing(_times(_watts(part), gib), _times(_price(part), gib))
+        return replace(costing, dram_bytes=self.dram_bytes + nbytes)
 
     def _costing(self, watts: float | None, price: float | None) -> SizedMachine:
         return replace(self, watts=_sum(self.watts, watts), price_usd=_sum(self.price_usd, price))
+
+
+def _watts(cost: Cost | None) -> float | None:
+    return None if cost is None else cost.watts
+
+
+def _price(cost: Cost | None) -> float | None:
+    return None if cost is None else cost.price_usd
+
+
+def _times(figure: float | None, count: float) -> float | None:
+    return None if figure is None else figure * count
 
 
 def _sum(*parts: float | None) -> float | None:
@@ -229,14 +240,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def machine_of(given: MachineFile, where: str) -> SizedMachine:
     """The machine with all figures. Raises ConfigError: a name is unknown."""
-    cost = None
     if isinstance(given.gpu, str):
         try:
             gpu = find(Gpu, given.gpu)
         except ConfigError as error:
             raise ConfigError(f"{where}: gpu: {error}") from None
         cost = cost_of(given.gpu)
-        watts, price = (cost.watts if cost else None), gpu.price_usd or (cost and cost.price_usd)
+        watts, price = _watts(cost), gpu.price_usd or _price(cost)
     else:
         figures = given.gpu.model_dump(exclude={"watts"}, exclude_none=True)
         gpu = Gpu.model_validate(
@@ -262,8 +272,8 @@ def machine_of(given: MachineFile, where: str) -> SizedMachine:
         drives=tuple(drives),
         gpus=given.gpus,
         paths=tuple(paths),
-        watts=_sum(watts and watts * given.gpus, *parts["watts"]),
-        price_usd=_sum(price and price * given.gpus, *parts["price_usd"]),
+        watts=_sum(_times(watts, given.gpus), *parts["watts"]),
+        price_usd=_sum(_times(price, given.gpus), *parts["price_usd"]),
         step_overhead_s=given.step_overhead_s,
     )
 
@@ -271,15 +281,11 @@ def machine_of(given: MachineFile, where: str) -> SizedMachine:
 def _parts(given: MachineFile, drives: list[Drive]) -> dict[str, list[float | None]]:
     """Watts and prices of everything but the GPUs."""
     host, drive, dram = cost_of("host"), cost_of("drive"), cost_of("dram-gib")
-    watts: list[float | None] = [given.host_watts or (host and host.watts)]
-    prices: list[float | None] = [given.host_price_usd or (host and host.price_usd)]
-    if dram:
-        watts.append(dram.watts * given.dram / GIB)
-        prices.append((dram.price_usd or 0.0) * given.dram / GIB)
-    for entry in given.drives:
-        own = entry.watts or (drive and drive.watts)
-        watts.append(own and own * entry.count)
-    prices += [one.price_usd or (drive and drive.price_usd) for one in drives]
+    gib = given.dram / GIB
+    watts = [given.host_watts or _watts(host), _times(_watts(dram), gib)]
+    prices = [given.host_price_usd or _price(host), _times(_price(dram), gib)]
+    watts += [_times(entry.watts or _watts(drive), entry.count) for entry in given.drives]
+    prices += [one.price_usd or _price(drive) for one in drives]
     return {"watts": watts, "price_usd": prices}
 
 

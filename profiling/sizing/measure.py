@@ -88,7 +88,7 @@ def measure_decode(run: DecodeRun, stores: RecallStores, console: Console) -> li
     content = 2 * sum(one.context * one.count for one in asked) * bytes_per_token()
     plan = dram_share_plan(stores.places(run.selector), run.selector, largest, machine, content)
     what = f"{run.drives} drives, {run.selector}"
-    found = stores.run(replace(plan, batches=tuple(asked)), what, console)
+    found = stores.run(replace(plan, batches=tuple(asked), slow_prompts=False), what, console)
     sizes = {"drives": run.drives, "selector": run.selector, "dram_bytes": plan.dram_bytes}
     longest = plan.engine_settings()["max_model_len"]
     return [{**sizes, **rule, "longest": longest, **_figures(one)} for one in found]

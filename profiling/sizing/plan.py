@@ -21,6 +21,8 @@ SCHEMA: Final = 1
 """Version of the JSON; a field that changes its meaning makes a new one."""
 SELECTORS: Final = ("exact", "bounds", "sparf")
 """Selectors of mode page whose reads can be forecast."""
+ALIKE: Final = 0.98
+"""Speeds of which one is so much of the other count as alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +207,7 @@ def _size(nbytes: float) -> str:
     return approximate_size(int(nbytes))
 
 
-def choices(
-    most: int, selectors: Sequence[str], budget: float, window: int | None
-) -> Iterator[list[Choice]]:
+def choices(most: int, selectors: Sequence[str], budget: float) -> Iterator[list[Choice]]:
     """Every way, each with all of its batches: powers of 2 up to the wish, and that.
 
     They depend on no machine, so that a better one has at least as many to choose from.
@@ -215,7 +215,7 @@ def choices(
     batches = sorted({2**n for n in range(most.bit_length()) if 2**n <= most} | {most})
     yield [Choice("reuse", batch=batch) for batch in batches]
     for selector in selectors:
-        yield [Choice("page", selector, budget, batch, window) for batch in batches]
+        yield [Choice("page", selector, budget, batch) for batch in batches]
 
 
 def best_of(sizing: Sizing, way: Sequence[Choice], wish: Wish) -> Forecast:
@@ -243,7 +243,6 @@ def make_plan(
     *,
     selectors: Sequence[str] = SELECTORS,
     budget: float = 0.125,
-    window: int | None = None,
 ) -> Plan:
     """Plan, with purchases.
 
@@ -251,7 +250,7 @@ def make_plan(
         ConfigError: nothing is possible, or the wish is not: the last line names the bound that
             fails, and by how much.
     """
-    ways = list(choices(sizing.workload.at_a_time, selectors, budget, window))
+    ways = list(choices(sizing.workload.at_a_time, selectors, budget))
     found, refused = _possible(sizing, ways, wish)
     granting = [one for one in found if not any(wish.failing(one))]
     if not granting:
@@ -270,8 +269,11 @@ def make_plan(
 
 
 def _preferred(found: Iterable[Forecast]) -> Forecast:
-    """The fastest that is exact, or if none is, the fastest."""
-    return max(found, key=lambda one: (one.choice.exact, one.tokens_per_s))
+    """The fastest that is exact, or if none is, the fastest; reuse where it is about as fast."""
+    exact = [one for one in found if one.choice.exact] or list(found)
+    best = max(exact, key=lambda one: one.tokens_per_s)
+    simple = (one for one in exact if one.choice.mode == "reuse")
+    return next((one for one in simple if one.tokens_per_s > ALIKE * best.tokens_per_s), best)
 
 
 def _possible(
@@ -315,11 +317,10 @@ def _refusal(found: Sequence[Forecast], wish: Wish) -> str:
 
 def parts(machine: SizedMachine) -> Iterator[tuple[str, float | None, SizedMachine]]:
     """What can be bought: name, price, and the machine with it."""
-    for count in (1, len(machine.drives)):
+    for count in sorted({1, len(machine.drives)}):
         more = machine.with_drives(count)
         name = "one drive more" if count == 1 else f"{count} drives more"
-        if count == 1 or len(machine.drives) > 1:
-            yield name, _more(machine, more), more
+        yield name, _more(machine, more), more
     more = machine.with_dram(machine.dram_bytes)
     yield f"DRAM x2 (+{machine.dram_bytes / GIB:.0f} GiB)", _more(machine, more), more
     faster = [one.with_figures(iops=2 * one.iops) for one in machine.drives]
@@ -329,9 +330,30 @@ def parts(machine: SizedMachine) -> Iterator[tuple[str, float | None, SizedMachi
         yield "link to the GPU x2", None, replace(machine, gpu_link=2 * machine.gpu_link)
         memory = machine.gpu.with_figures(memory_bytes=2 * machine.gpu.memory_bytes)
         yield "GPU of twice the memory", None, replace(machine, gpu=memory)
+    gpu = machine.gpu
+    faster_gpu = gpu.with_figures(flops=2 * gpu.flops, bandwidth=2 * gpu.bandwidth)
+    name = "processor" if machine.cpu else "GPU"
+    yield f"{name} of twice the speed", None, replace(machine, gpu=faster_gpu)
 
 
 def _more(before: SizedMachine, after: SizedMachine) -> float | None:
     if before.price_usd is None or after.price_usd is None:
         return None
     return after.price_usd - before.price_usd
+
+
+def curves(
+    sizing: Sizing, selectors: Sequence[str], budget: float
+) -> dict[str, list[tuple[float, float]]]:
+    """Tokens/s of each way by requests at a time, as far as they fit."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for way in choices(sizing.workload.at_a_time, selectors, budget):
+        points = []
+        for choice in way:
+            try:
+                points.append((float(choice.batch), sizing.forecast(choice).tokens_per_s))
+            except ConfigError:
+                break
+        if points:
+            found[way[0].text] = points
+    return found

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from vllm_ssdkv.base.errors import ConfigError
 
@@ -18,7 +18,8 @@ DEFAULT_OUTPUT: Final = 256
 """Tokens of an answer that no request limits."""
 MOST_TOKENS: Final = 100_000_000
 MOST_AT_A_TIME: Final = 4096
-Tokenize = Callable[[str], Sequence[int]]
+_Tokens = TypeVar("_Tokens", list[int], bytes)
+Tokenize = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ def _texts(messages: Iterable[Any], where: str) -> Iterable[str]:
             raise ConfigError(f"{where}: body.messages[{number}].content: got {content!r}; text")
 
 
-def _shared(prompts: Sequence[Sequence[int]]) -> float:
+def _shared(prompts: Sequence[_Tokens]) -> float:
     """Part of all prompts that an earlier one begins with, too.
 
     Of sorted prompts a neighbour has the longest common prefix. The first of those that share one
@@ -175,7 +176,7 @@ def _shared(prompts: Sequence[Sequence[int]]) -> float:
     return common / total if total else 0.0
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def _common(a: _Tokens, b: _Tokens) -> int:
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
