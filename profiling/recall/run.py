@@ -74,6 +74,7 @@ class RecallRun:
         block_tokens: Of vLLM's blocks.
         slow_prompts: Whether drives are throttled while prompts are stored, too: a prompt of page
             mode reads all of its chunks again for each of them.
+        deadline: Option io.deadline; None: its default.
     """
 
     stores: tuple[str, ...]
@@ -90,6 +91,7 @@ class RecallRun:
     compare_every: int = 0
     block_tokens: int = BLOCK_TOKENS
     slow_prompts: bool = True
+    deadline: float | None = None
 
     @classmethod
     def from_json(cls, text: str) -> RecallRun:
@@ -128,6 +130,7 @@ class RecallRun:
             self.sparse,
             self.block_tokens,
             self.throttle,
+            self.deadline,
         )
 
     def options(self) -> dict[str, object]:

@@ -24,6 +24,8 @@ from vllm_ssdkv.profiling.recall.run import Batch
 
 WINDOW: Final = 64
 BUDGET: Final = 0.125
+DEADLINE_S: Final = 120.0
+"""Of a read: drives that are so slow are not out of use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,8 @@ def measure_decode(run: DecodeRun, stores: RecallStores, console: Console) -> li
     content = 2 * sum(one.context * one.count for one in asked) * bytes_per_token()
     plan = dram_share_plan(stores.places(run.selector), run.selector, largest, machine, content)
     what = f"{run.drives} drives, {run.selector}"
-    found = stores.run(replace(plan, batches=tuple(asked), slow_prompts=False), what, console)
+    whole = replace(plan, batches=tuple(asked), slow_prompts=False, deadline=DEADLINE_S)
+    found = stores.run(whole, what, console)
     sizes = {"drives": run.drives, "selector": run.selector, "dram_bytes": plan.dram_bytes}
     longest = plan.engine_settings()["max_model_len"]
     return [{**sizes, **rule, "longest": longest, **_figures(one)} for one in found]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
-
-import numpy as np
 
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.profiling.bench_ttft import BLOCK
@@ -122,13 +121,23 @@ def fit(rows: Sequence[Row]) -> dict[str, EngineCosts]:
 
 
 def _overhead(rows: Sequence[Row], rest: Sequence[float]) -> EngineCosts:
-    """Seconds of a step and of each request, neither below 0, by least squares."""
-    batches = np.array([[1.0, row["batch"]] for row in rows])
-    if len(set(batches[:, 1])) > 1:
-        step, of_row = np.linalg.lstsq(batches, np.array(rest), rcond=None)[0]
-        if step >= 0 and of_row >= 0:
-            return EngineCosts(float(step), float(of_row))
-    return EngineCosts(max(0.0, statistics.fmean(rest)))
+    """Seconds of a step and of each request in it, neither below 0.
+
+    The line through all pairs of runs of which the slope, then the level, is the median: one run
+    beside which the machine was busy moves it little.
+    """
+    batches = [float(row["batch"]) for row in rows]
+    slopes = [
+        (rest[b] - rest[a]) / (batches[b] - batches[a])
+        for a, b in itertools.combinations(range(len(rows)), 2)
+        if batches[a] != batches[b]
+    ]
+    of_row = max(0.0, statistics.median(slopes)) if slopes else 0.0
+    step = statistics.median(r - of_row * b for r, b in zip(rest, batches, strict=True))
+    if step < 0:
+        of_row = 0.0
+        step = max(0.0, statistics.median(rest))
+    return EngineCosts(step, of_row)
 
 
 def _seen(rows: Sequence[Row]) -> list[tuple[float, float, float]]:
