@@ -350,7 +350,7 @@ def slowed_hits(
 
 
 def _job(model: Path, directories: Sequence[Path], repeats: int, *, engines: int) -> dict[str, Any]:
-    """What all engines have in common."""
+    """Common part of all engines."""
     hit = bytes_per_token(model) * (max(LENGTHS) + CHUNK)
     # What is stored, and what each of the other engines adds to it; headers and padding on top.
     asked = engines * (repeats * sum(LENGTHS) + sum(WARM_UP))

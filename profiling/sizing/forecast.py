@@ -1,4 +1,4 @@
-"""What one way of serving gives: a mode, a selector and a batch, on one machine.
+"""Forecast of one way of serving: a mode, a selector and a batch, on one machine.
 
 Decode steps and prompts are simulated (:mod:`vllm_ssdkv.profiling.simulation.decode`). Around them
 stands a closed loop: as many requests as are served at a time, each prompt computed while others
@@ -75,7 +75,7 @@ class Choice:
 
     @property
     def exact(self) -> bool:
-        """Whether tokens are those of stock vLLM."""
+        """Check whether tokens are those of stock vLLM."""
         return self.selector == "exact"
 
     @property
@@ -99,7 +99,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a choice gives.
+    """Figures of a choice.
 
     Attributes:
         tokens_per_s: Output of all requests, prompts included in the time.
@@ -133,7 +133,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What money is reckoned with: USD per kWh, and years until a machine is written off."""
+    """Terms of costs: USD per kWh, and years until a machine is written off."""
 
     usd_per_kwh: float = 0.15
     years: float = 4.0
@@ -155,7 +155,7 @@ class Sizing:
     block_tokens: int = BLOCK_TOKENS
 
     def forecast(self, choice: Choice) -> Forecast:
-        """What the choice gives.
+        """Forecast the choice.
 
         Raises:
             BoundError: it does not fit, and why.
@@ -477,7 +477,7 @@ def hit_s(sizing: Sizing, tokens: float) -> float:
 
 
 def busiest(requests: float, drives: int) -> float:
-    """What the busiest of drives has to do, by the mean, of requests that fall anywhere.
+    """Work of the busiest drive, by the mean, of requests that fall anywhere.
 
     ``sqrt(2 ln d / m)`` beside 1 for means of m requests: the largest of d counts, about.
     """

@@ -1,4 +1,4 @@
-"""What KV takes on drives and in DRAM, by the product's own slots and its division of DRAM."""
+"""Room of KV on drives and in DRAM, by the product's own slots and its division of DRAM."""
 
 from __future__ import annotations
 

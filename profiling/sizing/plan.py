@@ -27,7 +27,7 @@ ALIKE: Final = 0.98
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What is wanted of a plan.
+    """Wishes of who asks for a plan.
 
     Attributes:
         tokens_per_s: Output of all requests, at least.
@@ -48,7 +48,7 @@ class Wish:
                 raise ConfigError(f"--want-{option}: got {value!r}; a number above 0")
 
     def failing(self, found: Forecast) -> Iterator[tuple[str, float]]:
-        """What is not granted, each with how many times too little it is."""
+        """List wishes that are not granted, each with how many times too little it is."""
         if self.tokens_per_s is not None and found.tokens_per_s < self.tokens_per_s:
             factor = self.tokens_per_s / found.tokens_per_s
             text = f"tokens/s: {self.tokens_per_s:.4g} wanted, {found.tokens_per_s:.4g} at best"
@@ -316,7 +316,7 @@ def _refusal(found: Sequence[Forecast], wish: Wish) -> str:
 
 
 def parts(machine: SizedMachine) -> Iterator[tuple[str, float | None, SizedMachine]]:
-    """What can be bought: name, price, and the machine with it."""
+    """Parts to buy: name, price, and the machine with it."""
     for count in sorted({1, len(machine.drives)}):
         more = machine.with_drives(count)
         name = "one drive more" if count == 1 else f"{count} drives more"

@@ -45,12 +45,12 @@ class Prediction:
 
     @property
     def deviation(self) -> float:
-        """Of the prediction, by what was measured."""
+        """Deviation of the prediction, by what was measured."""
         return self.predicted / self.measured - 1
 
     @property
     def miss(self) -> bool:
-        """Whether it is outside of the tolerance."""
+        """Check whether it is outside of the tolerance."""
         return abs(self.deviation) > TOLERANCE
 
 

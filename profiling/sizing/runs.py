@@ -1,4 +1,4 @@
-"""Which runs calibrate, and which are predicted: those of the table in ``docs/sizing.md``.
+"""Runs that calibrate, and runs that are predicted: those of the table in ``docs/sizing.md``.
 
 ``python -P -m vllm_ssdkv.profiling.sizing.runs FILE`` measures what FILE does not have yet and adds
 it, a line of JSON for each engine. Twenty engines, one after the other, take less than 25 minutes

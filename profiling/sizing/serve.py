@@ -31,7 +31,7 @@ def extra_config(sizing: Sizing, best: Forecast) -> dict[str, Any]:
 
 
 def transfer_config(sizing: Sizing, best: Forecast) -> dict[str, Any]:
-    """What ``--kv-transfer-config`` takes. Raises ConfigError: see :func:`extra_config`."""
+    """Value of ``--kv-transfer-config``. Raises ConfigError: see :func:`extra_config`."""
     return {
         "kv_connector": CONNECTOR,
         "kv_role": "kv_both",

@@ -189,7 +189,7 @@ def _common(a: _Tokens, b: _Tokens) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What a server counted since its start.
+    """Counts of a server since its start.
 
     Attributes:
         prompts, prompt_tokens: Requests, and tokens of all prompts.

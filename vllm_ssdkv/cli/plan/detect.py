@@ -160,7 +160,7 @@ def _measure(devices: Sequence[Path]) -> Mapping[str, Any]:
 
 
 def read_document(path: Path) -> Mapping[str, Any]:
-    """What ``ssdkv bench io --json`` wrote. Raises ConfigError: it is something else."""
+    """Output of ``ssdkv bench io --json``. Raises ConfigError: it is something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -263,7 +263,7 @@ def _machine(
 
 
 def _default_place() -> Path:
-    """Where the product keeps its stores unless it is told. Made, as the engine would."""
+    """Place of the product's stores unless it is told. Made, as the engine would."""
     place = default_root()
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     return place

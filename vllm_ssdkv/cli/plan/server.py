@@ -1,4 +1,4 @@
-"""What a running server counted of its requests."""
+"""Counts of a running server's requests."""
 
 from __future__ import annotations
 
