@@ -225,16 +225,19 @@ def best_of(sizing: Sizing, way: Sequence[Choice], wish: Wish) -> Forecast:
         ConfigError: none is possible, and why the smallest is not.
     """
     found: list[Forecast] = []
+    full = ""
     for choice in way:
         try:
             found.append(sizing.forecast(choice))
-        except BoundError:
+        except BoundError as error:
             # A larger batch takes more of everything.
             if not found:
                 raise
+            full = f"no more at a time: {error}"
             break
     granting = [one for one in found if not any(wish.failing(one))]
-    return max(granting or found, key=lambda one: one.tokens_per_s)
+    best = max(granting or found, key=lambda one: one.tokens_per_s)
+    return replace(best, notes=(*best.notes, full)) if full and best is found[-1] else best
 
 
 def make_plan(
@@ -250,6 +253,10 @@ def make_plan(
         ConfigError: nothing is possible, or the wish is not: the last line names the bound that
             fails, and by how much.
     """
+    if wish.life_years is not None and not all(
+        one.endurance_bytes for one in sizing.machine.drives
+    ):
+        raise ConfigError("--want-life: endurance_bytes of the drives is not known; give it")
     ways = list(choices(sizing.workload.at_a_time, selectors, budget))
     found, refused = _possible(sizing, ways, wish)
     granting = [one for one in found if not any(wish.failing(one))]

@@ -24,7 +24,7 @@ from vllm_ssdkv.profiling.sizing.workload import Workload
 
 TOLERANCE: Final = 0.2
 """Deviation up to which a prediction counts as right."""
-_HIT_TOKENS: Final = 2048
+_HIT_TOKENS: Final = 4096
 """Shortest hits that are predicted: shorter ones are vLLM's own time."""
 _PLENTY: Final = 1e15
 

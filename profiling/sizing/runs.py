@@ -59,14 +59,14 @@ def _all() -> tuple[Run, ...]:
     for selector in ("bounds", "sparf"):
         found.append(_decode(3, selector, (24576, 1), (12288, 2), (6144, 4), predicted=False))
         found.append(_decode(3, selector, (12288, 2), (6144, 4), dram=0.4, predicted=False))
-    found.append(Run("hits, 3 drives", HitRun(3), predicted=False))
     for drives in (1, 2, 4):
         batches = ((16384, drives), (8192, 2 * drives))
         found.append(_decode(drives, "exact", (8192, drives), (4096, 2 * drives), predicted=True))
         found += [
             _decode(drives, selector, *batches, predicted=True) for selector in ("bounds", "sparf")
         ]
-        found.append(Run(f"hits, {drives} drives", HitRun(drives), predicted=True))
+    hits = ((3, False), (1, True), (2, True), (4, True))
+    found += [Run(f"hits, {drives} drives", HitRun(drives), of) for drives, of in hits]
     return tuple(found)
 
 

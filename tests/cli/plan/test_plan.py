@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from vllm_ssdkv.base.errors import ConfigError
@@ -17,6 +18,9 @@ from vllm_ssdkv.cli.plan import detect
 from vllm_ssdkv.cli.plan.server import counted
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.profiling.recall.recall import MODEL_DIR
+from vllm_ssdkv.profiling.sizing import validate
+from vllm_ssdkv.profiling.sizing.measure import DecodeRun
+from vllm_ssdkv.profiling.sizing.runs import Run
 
 MACHINE = """\
 gpu: h100-80
@@ -67,6 +71,35 @@ def test_prompts_are_counted_with_the_models_tokenizer(machine: str, tmp_path: P
     work = json.loads(result.stdout)["workload"]
     assert work["output"] == 4
     assert work["notes"] == [], "no guess of bytes"
+
+
+def test_validation_shows_predictions_beside_measurements(
+    machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def measured(run: Run, directory: Path | None, console: Console) -> list[dict[str, Any]]:
+        asked.append(run.name)
+        assert isinstance(run.of, DecodeRun)
+        of = run.of
+        rows = []
+        for number, one in enumerate(of.batches):
+            row = {"drives": of.drives, "selector": of.selector, "dram_bytes": 32 << 20}
+            row |= {"bandwidth": of.bandwidth, "iops": of.iops, "latency": of.latency}
+            row |= {"context": one.tokens, "batch": one.batch, "longest": one.tokens + 128}
+            rows.append({**row, "step_s": 1.0, "step_bytes": 1e5 * (number + 1)})
+            rows[-1]["tokens_per_s"] = one.batch / 1.0
+        return rows
+
+    monkeypatch.setattr(validate, "measure", measured)
+    result = run("llama-3.1-8b", "--machine", machine, "--validate", "--json")
+    table = json.loads(result.stdout)["validation"]
+    assert asked == list(validate.HERE)
+    assert len(table["rows"]) == 4
+    assert table["note"].endswith("of 4 within 20%.")
+    assert (
+        "Predicted and measured" in run("llama-3.1-8b", "--machine", machine, "--validate").stdout
+    )
 
 
 @pytest.mark.parametrize(

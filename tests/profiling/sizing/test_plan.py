@@ -122,6 +122,22 @@ def test_a_wish_that_is_not_possible_names_the_bound_last() -> None:
         make_plan(sizing(), Wish(ttft_s=1e-6))
 
 
+def test_a_wish_for_life_needs_endurance() -> None:
+    drives = tuple(one.model_copy(update={"endurance_bytes": None}) for one in machine().drives)
+    unknown = replace(sizing(), machine=replace(machine(), drives=drives))
+    assert make_plan(unknown, Wish()).best.life_years is None
+    with pytest.raises(ConfigError, match="--want-life: endurance_bytes"):
+        make_plan(unknown, Wish(life_years=1))
+
+
+def test_what_keeps_more_from_running_is_told() -> None:
+    best = make_plan(sizing(32768, at_a_time=32), Wish(), selectors=["exact"]).best
+    assert best.choice.batch < 32
+    (note,) = best.notes
+    assert note.startswith(f"no more at a time: HBM for KV of {2 * best.choice.batch} requests: ")
+    assert make_plan(sizing(4096, at_a_time=1), Wish()).best.notes == ()
+
+
 def test_what_never_fits_names_the_nearest_bound() -> None:
     with pytest.raises(ConfigError) as told:
         make_plan(sizing(90_000_000, at_a_time=1), Wish())

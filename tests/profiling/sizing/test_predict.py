@@ -58,7 +58,7 @@ def test_missing_pages_are_a_law_of_context_and_room() -> None:
 
 def test_hits_take_what_loading_takes_and_a_constant() -> None:
     slow = {"bandwidth": 4.0 * MIB, "latency": 0.02}
-    rows = [{**slow, "drives": 3, "tokens": tokens} for tokens in (512, 2048, 8192)]
+    rows = [{**slow, "drives": 3, "tokens": tokens} for tokens in (512, 4096, 8192)]
     loads = [hit_s(sizing_of(row, None, block=32), row["tokens"]) for row in rows]
     seen = [
         {**row, "ttft_ssd": load + 0.07, "ttft_computed": 1.0, "loaded_ssd": 1.0}
@@ -69,7 +69,7 @@ def test_hits_take_what_loading_takes_and_a_constant() -> None:
     # 13 bytes in 12 are KV: blocks of 32 tokens have a header of a page.
     assert loads[2] == pytest.approx(8192 * 1536 * 13 / 12 / (3 * 4 * MIB) + 0.02)
     assert [one.setting for one in predict(seen, costs)] == [
-        "reuse, a hit of 2,048 tokens",
+        "reuse, a hit of 4,096 tokens",
         "reuse, a hit of 8,192 tokens",
     ]
 
