@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from vllm_ssdkv.base.errors import BenchError
+from vllm_ssdkv.base.errors import BenchError, SSDKVError
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.profiling.bench_io.report import machine
 from vllm_ssdkv.profiling.recall.bench import RecallStores, Row
@@ -49,7 +49,7 @@ def _decode(
     contexts = tuple(Contexts(*one) for one in batches)
     slow = (8.0 * MIB, 1250.0) if selector == "exact" else (2.5 * MIB, 400.0)
     if predicted:
-        slow = (6.0 * MIB, 940.0) if selector == "exact" else (0.8 * MIB, 128.0)
+        slow = (6.0 * MIB, 940.0) if selector == "exact" else (0.75 * MIB, 120.0)
     name = f"{selector}, {drives} drives, dram {dram:g}"
     return Run(name, DecodeRun(drives, selector, contexts, *slow, dram=dram), predicted)
 
@@ -115,7 +115,10 @@ def main() -> None:
     known = {line["name"] for line in read_runs(arguments.file)}
     for run in [run for run in RUNS if run.name not in known][: arguments.most]:
         before = machine()["load"]
-        rows = measure(run, arguments.dir, console)
+        try:
+            rows = measure(run, arguments.dir, console)
+        except SSDKVError as error:
+            parser.exit(1, f"{run.name}: {error}\n")
         line = {"name": run.name, "predicted": run.predicted, "rows": rows, "load": before}
         with arguments.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
