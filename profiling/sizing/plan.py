@@ -318,7 +318,7 @@ def _refusal(found: Sequence[Forecast], wish: Wish) -> str:
     lines.sort(reverse=True)
     factor, text = lines[-1]
     return "\n".join(
-        [*(line for _, line in lines[:-1]), f"impossible: {text} ({factor:.3g} times)"]
+        [*(line for _, line in lines[:-1]), f"impossible: {text} (a factor of {factor:.3g})"]
     )
 
 

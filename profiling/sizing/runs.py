@@ -51,7 +51,10 @@ def _decode(
     if predicted:
         slow = (6.0 * MIB, 940.0) if selector == "exact" else (0.75 * MIB, 120.0)
     name = f"{selector}, {drives} drives, dram {dram:g}"
-    return Run(name, DecodeRun(drives, selector, contexts, *slow, dram=dram), predicted)
+    tokens = 10 if predicted else 14
+    return Run(
+        name, DecodeRun(drives, selector, contexts, *slow, dram=dram, tokens=tokens), predicted
+    )
 
 
 def _all() -> tuple[Run, ...]:
