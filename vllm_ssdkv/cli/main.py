@@ -23,6 +23,7 @@ from vllm_ssdkv.cli.doctor.doctor import doctor
 from vllm_ssdkv.cli.fpga import fpga
 from vllm_ssdkv.cli.monitor import dashboard
 from vllm_ssdkv.cli.monitor.top import top
+from vllm_ssdkv.cli.plan.plan import plan
 from vllm_ssdkv.cli.profile.profile import profile
 from vllm_ssdkv.cli.reproduce.reproduce import reproduce
 from vllm_ssdkv.cli.store.fsck import fsck
@@ -41,6 +42,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(demo_model)
 app.command()(doctor)
+app.command()(plan)
 app.command()(profile)
 app.command()(reproduce)
 app.command()(top)
