@@ -10,7 +10,8 @@ module argtopk #(parameter LN = 16) (          // up to 2^LN keys
     input  wire        key_valid,
     input  wire [31:0] key,
     input  wire        load_end,               // pulse behind the last key
-    input  wire [LN:0] keep,                   // at most as many as there are keys
+    input  wire [LN:0] keep,
+    input  wire        emit,                   // level: say what is taken, as soon as it is known
     output reg         out_valid,              // in the order of the keys
     output reg         out_take,
     output reg         done                    // pulse behind the last
@@ -53,7 +54,7 @@ module argtopk #(parameter LN = 16) (          // up to 2^LN keys
         else if (written) histogram[written_bin] <= written_count;
         if (state == LOAD && key_valid) keys[count[LN-1:0]] <= key;
         now <= keys[place[LN-1:0]];
-        now_valid <= (state == COUNT || state == EMIT) && place != count;
+        now_valid <= (state == COUNT || (state == EMIT && emit)) && place != count;
         scan_valid <= state == SCAN && settle == 0;
         scan_bin <= bin[7:0];
     end
@@ -80,7 +81,7 @@ module argtopk #(parameter LN = 16) (          // up to 2^LN keys
             LOAD: begin
                 if (key_valid) count <= count + 1'b1;
                 bin <= 255;
-                need <= keep;
+                need <= keep < count ? keep : count;
                 if (load_end) state <= SCAN;
             end
             COUNT: begin
@@ -99,7 +100,7 @@ module argtopk #(parameter LN = 16) (          // up to 2^LN keys
                     place <= 0;
                 end else if (scan_valid) need <= need - found;
             end
-            EMIT: begin
+            EMIT: if (emit) begin
                 if (place != count) place <= place + 1'b1;
                 if (now_valid) begin
                     out_valid <= 1;
