@@ -8,7 +8,7 @@ module argtopk_tb;
     wire ready, out_valid, out_take, done;
     integer seed = 5, round, i, j, count, kept, rank, wrong = 0, place, taken = 0;
     argtopk #(.LN(10)) select(.clk(clk), .rst(rst), .start(start), .ready(ready), .key_valid(key_valid), .key(key),
-        .load_end(load_end), .keep(keep), .out_valid(out_valid), .out_take(out_take), .done(done));
+        .load_end(load_end), .keep(keep), .emit(1'b1), .out_valid(out_valid), .out_take(out_take), .done(done));
     always #5 clk = !clk;
     initial begin
         repeat (4) @(negedge clk);
