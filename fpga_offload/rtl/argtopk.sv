@@ -1,9 +1,10 @@
-// The largest of a list of 32-bit keys, equal ones by place: a radix select by bytes, from the top.
+// The largest of a list of 32-bit keys, equal ones by place: a radix select by digits, from the top.
 //
-// The list is kept in four banks with a histogram each, so that it goes by four keys a cycle for each byte
-// behind the first; and once, key by key, to say what is taken.
+// The list is kept in four banks with a histogram each, so that it goes by four keys a cycle for each digit
+// behind the first; and once, key by key, to say what is taken. Histograms are cleared and looked through
+// for each digit: wide digits are for long lists.
 `default_nettype none
-module argtopk #(parameter LN = 16) (          // up to 2^LN keys
+module argtopk #(parameter LN = 16, parameter DIGIT = 8) (    // up to 2^LN keys; bits of a digit: 8 or 4
     input  wire        clk,
     input  wire        rst,
     input  wire        start,
@@ -19,14 +20,16 @@ module argtopk #(parameter LN = 16) (          // up to 2^LN keys
 );
     localparam [2:0] IDLE = 0, CLEAR = 1, LOAD = 2, COUNT = 3, SCAN = 4, EMIT = 5;
     localparam LANES = 4;
+    localparam BINS = 1 << DIGIT;
+    localparam [2:0] TOP = 32 / DIGIT - 1;
     reg [2:0] state;
-    reg [1:0] digit;
+    reg [2:0] digit;
     reg [LN:0] count, place, need;
     reg [31:0] bound;
-    reg [8:0] bin;
+    reg [DIGIT:0] bin;
     reg [2:0] settle;
     reg scan_valid;
-    reg [7:0] scan_bin;
+    reg [DIGIT-1:0] scan_bin;
     assign ready = state == LOAD;
     wire rows_left = {place, 2'd0} < {2'd0, count};
     wire emit_now = state == EMIT && emit && place != count;
@@ -40,25 +43,24 @@ module argtopk #(parameter LN = 16) (          // up to 2^LN keys
         emitting <= emit_now;
         emit_lane <= place[1:0];
         scan_valid <= state == SCAN && settle == 0;
-        scan_bin <= bin[7:0];
+        scan_bin <= bin[DIGIT-1:0];
     end
 
     // A counter is read, raised and written back; what is on the way goes first.
     genvar i;
     generate for (i = 0; i < LANES; i = i + 1) begin : lane
         reg [31:0] keys [0:(1<<(LN-2))-1];
-        reg [LN:0] histogram [0:255];
+        reg [LN:0] histogram [0:BINS-1];
         reg [31:0] now;
         reg inside_list;
-        wire [7:0] now_digit = now[8*digit +: 8];
-        wire same = (digit == 2) ? now[31:24] == bound[31:24]
-                  : (digit == 1) ? now[31:16] == bound[31:16] : now[31:8] == bound[31:8];
+        wire [DIGIT-1:0] now_digit = now[DIGIT*digit +: DIGIT];
+        wire same = (now ^ bound) >> (DIGIT * (digit + 3'd1)) == 0;
         wire loaded = state == LOAD && key_valid && count[1:0] == i;
         wire raise = state == LOAD ? loaded : state == COUNT && counting && inside_list && same;
-        wire [7:0] raise_bin = state == LOAD ? key[31:24] : now_digit;
-        wire [7:0] read_bin = state == SCAN ? bin[7:0] : raise_bin;
+        wire [DIGIT-1:0] raise_bin = state == LOAD ? key[31 -: DIGIT] : now_digit;
+        wire [DIGIT-1:0] read_bin = state == SCAN ? bin[DIGIT-1:0] : raise_bin;
         reg raised, written;
-        reg [7:0] raised_bin, written_bin;
+        reg [DIGIT-1:0] raised_bin, written_bin;
         reg [LN:0] found, written_count;
         wire [LN:0] old = written && written_bin == raised_bin ? written_count : found;
         wire [LN:0] new_count = old + 1'b1;
@@ -70,7 +72,7 @@ module argtopk #(parameter LN = 16) (          // up to 2^LN keys
             written <= raised && !rst;
             written_bin <= raised_bin;
             written_count <= new_count;
-            if (state == CLEAR) histogram[bin[7:0]] <= 0;
+            if (state == CLEAR) histogram[bin[DIGIT-1:0]] <= 0;
             else if (written) histogram[written_bin] <= written_count;
             if (loaded) keys[count[LN-1:2]] <= key;
             now <= keys[row[LN-3:0]];
@@ -89,36 +91,36 @@ module argtopk #(parameter LN = 16) (          // up to 2^LN keys
         else case (state)
             IDLE: if (start) begin
                 state <= CLEAR;
-                digit <= 3;
+                digit <= TOP;
                 bin <= 0;
                 count <= 0;
             end
             CLEAR: begin
-                bin <= bin + 9'd1;
+                bin <= bin + 1'b1;
                 place <= 0;
                 settle <= 5;
-                if (bin == 255) begin
-                    state <= digit == 3 ? LOAD : COUNT;
+                if (bin == BINS - 1) begin
+                    state <= digit == TOP ? LOAD : COUNT;
                 end
             end
             LOAD: begin
                 if (key_valid) count <= count + 1'b1;
-                bin <= 255;
+                bin <= BINS - 1;
                 need <= keep < count ? keep : count;
                 if (load_end) state <= SCAN;
             end
             COUNT: begin
-                bin <= 255;
+                bin <= BINS - 1;
                 if (rows_left) place <= place + 1'b1;
                 else if (!counting) state <= SCAN;
             end
             SCAN: begin
                 if (settle != 0) settle <= settle - 3'd1;
-                else bin <= bin - 9'd1;
+                else bin <= bin - 1'b1;
                 if (hit) begin
-                    bound[8*digit +: 8] <= scan_bin;
+                    bound[DIGIT*digit +: DIGIT] <= scan_bin;
                     state <= digit == 0 ? EMIT : CLEAR;
-                    digit <= digit - 2'd1;
+                    digit <= digit - 3'd1;
                     bin <= 0;
                     place <= 0;
                 end else if (scan_valid) need <= need - found;

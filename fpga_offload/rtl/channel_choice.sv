@@ -67,7 +67,7 @@ module channel_choice #(parameter D = 128, parameter G = 1) (
     reg [LD-1:0] chosen [0:D-1];
     reg [8:0] taken;
     wire [8:0] keep_groups = keep >> together;
-    argtopk #(.LN(LD)) select(.clk(clk), .rst(rst), .start(select_start), .ready(select_ready),
+    argtopk #(.LN(LD), .DIGIT(4)) select(.clk(clk), .rst(rst), .start(select_start), .ready(select_ready),
         .key_valid(key_valid), .key(key), .load_end(load_end), .keep(keep_groups[LD:0]), .emit(1'b1),
         .out_valid(take_valid), .out_take(take), .done(select_done));
 

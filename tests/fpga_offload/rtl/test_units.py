@@ -6,23 +6,26 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.fpga_offload.needs import needs_rtlsim
 from vllm_ssdkv.fpga_offload.synth import RTL
 
 
-def simulate(unit: str, folder: Path) -> str:
-    """Output of the bench of a unit."""
+def simulate(unit: str, folder: Path, *options: str) -> str:
+    """Output of the bench of a unit. ``options``: of Icarus."""
     program, bench = folder / f"{unit}.vvp", Path(__file__).parent / f"{unit}_tb.sv"
     top = f"{unit}_tb"
-    built = ["iverilog", "-g2012", "-s", top, "-o", program, bench, RTL / f"{unit}.sv"]
+    built = ["iverilog", "-g2012", *options, "-s", top, "-o", program, bench, RTL / f"{unit}.sv"]
     subprocess.run([str(part) for part in built], check=True, timeout=60)
     said = subprocess.run(["vvp", program], check=True, timeout=120, capture_output=True, text=True)
     return said.stdout
 
 
 @needs_rtlsim(128, 1)
-def test_the_largest_are_taken_and_ties_by_place(tmp_path: Path) -> None:
-    said = simulate("argtopk", tmp_path)
+@pytest.mark.parametrize("digit", [4, 8])
+def test_the_largest_are_taken_and_ties_by_place(tmp_path: Path, digit: int) -> None:
+    said = simulate("argtopk", tmp_path, f"-Pargtopk_tb.DIGIT={digit}")
     found = re.search(r"wrong (\d+) taken (\d+)", said)
     assert found is not None, said
     assert int(found[1]) == 0
