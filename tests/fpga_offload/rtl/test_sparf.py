@@ -74,9 +74,9 @@ def same(backend: RtlsimBackend, call: SparfCall) -> None:
 
 
 @NEEDS
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=8)
 @given(
-    problem=problems(head_sizes=[64], groups=[2]),
+    problem=problems(2, head_sizes=[64], groups=[2]),
     granularity=st.sampled_from(["token", "page"]),
     share=st.floats(0.01, 1),
     channels=st.integers(1, 64),
@@ -107,16 +107,15 @@ def test_ties_go_as_the_selectors(values: int) -> None:
     draw = np.random.default_rng(values)
     tokens = tied(draw.integers(0, values, 9 * 64))
     pages = tied(draw.integers(0, 5, (values, 16))[draw.integers(0, values, 9 * 4)].ravel())
-    for count in (33, 200):
-        budget = Budget(tokens=count)
-        same_choice(tokens, SparfSelector(budget, 8, "token", 0, CpuScoringKernels(1)), stalled)
-        same_choice(pages, SparfSelector(budget, 8, "page", 0, CpuScoringKernels(1)), stalled)
+    budget = Budget(tokens=100)
+    same_choice(tokens, SparfSelector(budget, 8, "token", 0, CpuScoringKernels(1)), stalled)
+    same_choice(pages, SparfSelector(budget, 8, "page", 0, CpuScoringKernels(1)), stalled)
 
 
 @NEEDS
-@settings(deadline=None, max_examples=6)
+@settings(deadline=None, max_examples=4)
 @given(
-    problem=problems(head_sizes=[64], groups=[2]),
+    problem=problems(2, head_sizes=[64], groups=[2]),
     share=st.floats(0.05, 1),
     channels=st.floats(0.05, 1),
 )
@@ -145,16 +144,8 @@ def test_pages_are_the_other_kernels(
 @pytest.mark.parametrize("backend", [HALF], indirect=True)
 @pytest.mark.parametrize("together", [1, 4, 64])
 def test_neighbours_are_chosen_together(backend: RtlsimBackend, together: int) -> None:
-    same(backend, make_sparf(backend.shape, CONTEXTS, 64, 64, seed=8, together=together))
     fewer = max(16, together)
-    same(backend, make_sparf(backend.shape, CONTEXTS, 64, fewer, seed=8, together=together))
-
-
-@pytest.mark.parametrize("backend", [HALF], indirect=True)
-@pytest.mark.parametrize("stalls", [0.0, 0.4])
-def test_the_mean_of_the_rest(backend: RtlsimBackend, stalls: float) -> None:
-    backend.set_memory(seed=2, stalls=stalls)
-    same(backend, make_sparf(backend.shape, CONTEXTS, 32, 8, seed=2, mean=True))
+    same(backend, make_sparf(backend.shape, CONTEXTS[::2], 32, fewer, seed=8, together=together))
 
 
 @pytest.mark.parametrize("backend", SHAPES, indirect=True)
@@ -171,11 +162,11 @@ def test_one_channel_and_all(backend: RtlsimBackend, channels: int) -> None:
 
 
 @pytest.mark.parametrize("backend", [HALF], indirect=True)
-@pytest.mark.parametrize("stalls", [0.3, 0.8])
+@pytest.mark.parametrize("stalls", [0.2, 0.7])
 def test_stalls_on_every_channel(backend: RtlsimBackend, stalls: float) -> None:
     """Blocks of 176 tokens: the last beats of their channels come in turns of their own."""
     backend.set_memory(seed=4, stalls=stalls, latency=30)
-    same(backend, make_sparf(backend.shape, CONTEXTS, 64, 16, seed=4))
+    same(backend, make_sparf(backend.shape, CONTEXTS, 32, 8, seed=4, mean=True))
     same(backend, make_sparf(backend.shape, ((3, 3, 186), (1, 3, 64)), 176, 8, seed=4, levels=2))
 
 

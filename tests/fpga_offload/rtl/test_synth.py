@@ -28,6 +28,14 @@ BUDGETS: dict[Family, tuple[int, int]] = {"xcup": (60_000, 100), "xc7": (65_000,
 """LUT and DSP of the core for one query head: a ninth of the KU15P, a third of the Zynq 7045."""
 
 
+SPARF_BUDGETS: dict[Family, tuple[int, int, int]] = {
+    "xcup": (130_000, 260, 250),
+    "xc7": (130_000, 260, 250),
+}
+"""LUT, DSP and BRAM36 of ``sparf`` for one query head: a quarter of the KU15P's LUTs and block RAMs,
+three fifths of the Zynq 7045's."""
+
+
 def within_budget(cells: Cells, family: Family) -> bool:
     lut, dsp = BUDGETS[family]
     return 10_000 < cells.lut <= lut and 32 < cells.dsp <= dsp
