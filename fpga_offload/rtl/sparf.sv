@@ -16,14 +16,18 @@ module sparf #(parameter D = 128, parameter G = 1) (
     output wire         interrupt,
     output wire         list_arvalid, input wire list_arready, output wire [63:0] list_araddr,
     output wire [7:0]   list_arlen, input wire list_rvalid, output wire list_rready, input wire [511:0] list_rdata,
+    input wire [1:0]    list_rresp,
     output wire         page_arvalid, input wire page_arready, output wire [63:0] page_araddr,
     output wire [7:0]   page_arlen, input wire page_rvalid, output wire page_rready, input wire [511:0] page_rdata,
+    input wire [1:0]    page_rresp,
     output wire         channel_arvalid, input wire channel_arready, output wire [63:0] channel_araddr,
     output wire [7:0]   channel_arlen, input wire channel_rvalid, output wire channel_rready,
     input  wire [255:0] channel_rdata,
+    input wire [1:0]    channel_rresp,
     output wire         out_awvalid, input wire out_awready, output wire [63:0] out_awaddr, output wire [7:0] out_awlen,
     output wire         out_wvalid, input wire out_wready, output wire [511:0] out_wdata,
-    output wire [63:0]  out_wstrb, output wire out_wlast, input wire out_bvalid, output wire out_bready
+    output wire [63:0]  out_wstrb, output wire out_wlast, input wire out_bvalid, output wire out_bready,
+    input wire [1:0]    out_bresp
 );
     localparam NB = D / 32;
     localparam QUERY_BEATS = G * NB;
@@ -114,6 +118,15 @@ module sparf #(parameter D = 128, parameter G = 1) (
                 if (factor[bit_]) times = times + ({32'd0, x} << bit_);
         end
     endfunction
+
+    // What is read by the lists' port, and written: places of arguments.
+    reg [31:0] reading, written;
+    wire failed;
+    wire [31:0] failed_place;
+    memory_errors #(.PORTS(4)) errors(.clk(clk), .rst(rst), .start(go), .answered({out_bvalid && out_bready,
+        channel_rvalid && channel_rready, page_rvalid && page_rready, list_rvalid && list_rready}),
+        .response({out_bresp, channel_rresp, page_rresp, list_rresp}), .argument({written, 32'd2, 32'd1, reading}),
+        .failed(failed), .place(failed_place));
 
     // Lists and queries.
     localparam [1:0] NONE = 0, CHANNELS = 1, PAGES = 2;
@@ -270,7 +283,7 @@ module sparf #(parameter D = 128, parameter G = 1) (
     wire [32*G-1:0] core_l;
     reg last_list;                             // no entry comes behind those of the list
     page_reader #(.D(D)) reader(.clk(clk), .rst(rst), .start(core_start), .pages(pages), .v_offset(v_offset),
-        .use_mask(1'b1), .keys_only(window_scoring || state == WINDOW_KEYS),
+        .use_mask(1'b1), .keys_only(window_scoring || state == WINDOW_KEYS), .whole(1'b0), .stop(failed), .hold(1'b0),
         .entry_valid(listed == PAGES && item_valid), .entry_ready(entry_ready), .entry(entry),
         .entries_end(entries_started && last_list && items_left == 0), .broken(broken), .broken_code(broken_code),
         .broken_place(broken_place), .quiet(quiet), .row_valid(row_valid), .row_is_value(row_is_value),
@@ -370,11 +383,12 @@ module sparf #(parameter D = 128, parameter G = 1) (
                     code <= ssdkv_fpga::STATUS_ARGUMENT;
                     place <= 15;
                 end
-            JOB: if (job == job_count) state <= STOP;
+            JOB: if (job == job_count || failed) state <= STOP;
                 else if (job[0]) state <= JOB_CHECK;
                 else begin
                     state <= JOB_BEAT;
                     list_start <= 1;
+                    reading <= 4;
                     list_address <= jobs[63:6] + {27'd0, job[31:1]};
                     list_beats <= 1;
                 end
@@ -382,13 +396,15 @@ module sparf #(parameter D = 128, parameter G = 1) (
                 state <= JOB_CHECK;
                 job_beat <= list_data;
             end
-            JOB_CHECK: if (blocks_many || outside || too_long) begin
+            JOB_CHECK: if (failed) state <= STOP;
+            else if (blocks_many || outside || too_long) begin
                 state <= STOP;
                 code <= outside ? ssdkv_fpga::STATUS_JOB_ENTRIES : ssdkv_fpga::STATUS_JOB_LENGTH;
                 place <= job;
             end else if (list_idle) begin
                 state <= QUERY;
                 list_start <= 1;
+                reading <= 0;
                 list_address <= q_address;
                 list_beats <= QUERY_BEATS;
             end
@@ -401,6 +417,7 @@ module sparf #(parameter D = 128, parameter G = 1) (
                     listed <= CHANNELS;
                     lane <= channels_from[5:3];
                     list_start <= blocks != 0;
+                    reading <= 5;
                     list_address <= channels_from[63:6];
                     list_beats <= channels_to[63:6] - channels_from[63:6];
                 end
@@ -417,6 +434,7 @@ module sparf #(parameter D = 128, parameter G = 1) (
                     listed <= NONE;
                     load_end <= !by_page;
                     list_start <= 1;
+                    reading <= 0;
                     list_address <= q_address;
                     list_beats <= QUERY_BEATS;
                     list_first <= first_window;
@@ -463,6 +481,7 @@ module sparf #(parameter D = 128, parameter G = 1) (
             MASKS: begin
                 state <= MASKS_SENT;
                 write_start <= 1;
+                written <= 8;
                 write_address <= {masks_address[63:6], 6'd0};
                 write_beats <= ({28'd0, masks_offset} + context_pages + 15) >> 4;
                 mask_lane <= masks_offset;
@@ -494,6 +513,7 @@ module sparf #(parameter D = 128, parameter G = 1) (
                 write_start <= 1;
                 write_choice <= 1;
                 choice_half <= 0;
+                written <= 9;
                 write_address <= choices + {25'd0, job_out, 7'd0};
                 write_beats <= 2;
                 list_first <= first_entry;
@@ -507,6 +527,7 @@ module sparf #(parameter D = 128, parameter G = 1) (
                     window_now <= 0;
                     last_list <= !with_window;
                     list_start <= attends;
+                    reading <= 0;
                     list_address <= q_address;
                     list_beats <= QUERY_BEATS;
                 end
@@ -514,6 +535,7 @@ module sparf #(parameter D = 128, parameter G = 1) (
             QUERY_AGAIN: if (!list_start && list_idle) begin
                 state <= with_mean ? MEAN : ENTRIES;
                 list_start <= with_mean;
+                reading <= 6;
                 list_address <= mean_value[63:6] + times(job_out, 2 * NB);
                 list_beats <= 2 * NB;
             end
@@ -527,6 +549,7 @@ module sparf #(parameter D = 128, parameter G = 1) (
                 items_left <= list_count;
                 lane <= {1'b0, list_first[1:0]};
                 list_start <= list_count != 0;
+                reading <= 3;
                 list_address <= entries[63:6] + {26'd0, list_first_beat};
                 list_beats <= list_end_beat - list_first_beat;
             end
@@ -546,6 +569,7 @@ module sparf #(parameter D = 128, parameter G = 1) (
             end else if (out_valid && writer_idle) begin
                 state <= OUT;
                 write_start <= 1;
+                written <= 7;
                 write_address <= out + times(job_out, 64 * PARTIAL_BEATS);
                 write_beats <= PARTIAL_BEATS;
             end
@@ -561,12 +585,17 @@ module sparf #(parameter D = 128, parameter G = 1) (
                     state <= STATUS;
                     core_reset <= 1;
                     parts_reset <= 1;
+                    if (failed) begin
+                        code <= ssdkv_fpga::STATUS_MEMORY;
+                        place <= failed_place;
+                    end
                 end
             end
             STATUS: begin
                 state <= STATUS_WAIT;
                 write_status <= 1;
                 write_start <= 1;
+                written <= 10;
                 write_address <= status;
                 write_beats <= 1;
             end

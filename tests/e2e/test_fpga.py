@@ -137,7 +137,10 @@ def test_the_rtl_answers_too(
     assert stock
     question = ask("single", 1024, 1)
     options = {"budget": BUDGET, "summaries": "8MiB"} if selector == "sparf" else {}
-    made = Fpga(devices(1), selector, tmp_path / "faults.json", options, backend="rtlsim", block=16)
+    made = Fpga(
+        devices(1), selector, tmp_path / "faults.json", options, dram="20MiB", backend="rtlsim"
+    )
+    made.block = 16
     made.start()
     try:
         assert made.answers(None, [question]) == [question.answer]

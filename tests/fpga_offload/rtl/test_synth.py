@@ -21,19 +21,12 @@ from vllm_ssdkv.fpga_offload.synth import (
     map_unit,
     run_yosys,
     synthesise,
+    yosys_version,
 )
 
 NEEDS_TOOLS = needs_rtlsim(128, 1)
 BUDGETS: dict[Family, tuple[int, int]] = {"xcup": (60_000, 100), "xc7": (65_000, 100)}
 """LUT and DSP of the core for one query head: a ninth of the KU15P, a third of the Zynq 7045."""
-
-
-SPARF_BUDGETS: dict[Family, tuple[int, int, int]] = {
-    "xcup": (130_000, 260, 250),
-    "xc7": (130_000, 260, 250),
-}
-"""LUT, DSP and BRAM36 of ``sparf`` for one query head: a quarter of the KU15P's LUTs and block RAMs,
-three fifths of the Zynq 7045's."""
 
 
 def within_budget(cells: Cells, family: Family) -> bool:
@@ -88,6 +81,12 @@ def test_a_netlist_does_what_the_rtl_does(tmp_path: Path) -> None:
 
 
 @NEEDS_TOOLS
+def test_the_version_of_yosys_is_that_of_the_lock() -> None:
+    lock = (Path(__file__).parents[3] / "requirements" / "fpga.lock").read_text()
+    assert f"pyosys=={yosys_version()}" in lock
+
+
+@NEEDS_TOOLS
 def test_what_yosys_refuses_is_told() -> None:
     with pytest.raises(FpgaError, match="Yosys failed with status"):
         run_yosys(["hierarchy -top nothing"], 60)
@@ -99,6 +98,8 @@ def test_a_missing_yosys_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         run_yosys([], 1)
     with pytest.raises(FpgaError, match="no models of cells"):
         cell_models()
+    with pytest.raises(FpgaError, match="there is no Yosys"):
+        yosys_version()
 
 
 def test_cells_are_counted_by_how_often_their_module_stands_there() -> None:

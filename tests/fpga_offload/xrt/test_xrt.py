@@ -246,12 +246,15 @@ class Stuck(ComputingCard):
         return self.state
 
 
-def test_a_card_that_stops_answering(path: str) -> None:
+@pytest.mark.parametrize(("state", "name"), [(3, "3"), (8, "timeout"), (9, "no response")])
+def test_a_card_that_stops_answering(path: str, state: int, name: str) -> None:
     card = Stuck(BridgeRuntime(0, path), SHAPE)
+    card.state = state
     backend = XrtBackend(card, SHAPE, 0.25)
     memory, work = problem(4)
     assert memory.any()
-    with pytest.raises(FpgaDeadlineError, match=r"not ended in 0\.25 s \(offload.kernel_deadline"):
+    text = rf"does not answer: it has not ended in 0\.25 s \(offload.*, its state is {name};"
+    with pytest.raises(FpgaDeadlineError, match=text):
         backend.attend(work)
     runs = card.runs
     with pytest.raises(FpgaError, match="reset the card"):
