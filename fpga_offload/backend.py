@@ -13,7 +13,14 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.base.errors import FpgaError, FpgaLimitError, FpgaListError, FpgaVersionError
+from vllm_ssdkv.base.errors import (
+    FpgaDeadlineError,
+    FpgaError,
+    FpgaLimitError,
+    FpgaListError,
+    FpgaMemoryError,
+    FpgaVersionError,
+)
 from vllm_ssdkv.fpga_offload.description import (
     BEAT_BYTES,
     CHANNEL_BEAT_BYTES,
@@ -153,6 +160,7 @@ class SparfResult:
         pages: Entries of the context with a chosen token, int64 [partials].
         partials: Where it attended.
         cycles: That the kernel took; 0: not known.
+        beats: Of 64 bytes that it read from pages and channel pages; 0: not known.
     """
 
     masks: NDArray[np.uint32]
@@ -163,6 +171,7 @@ class SparfResult:
     pages: NDArray[np.int64]
     partials: Partials | None = None
     cycles: int = 0
+    beats: int = 0
 
 
 class Backend(Protocol):
@@ -189,6 +198,8 @@ class Backend(Protocol):
         Raises:
             FpgaListError: a job or entry is broken; the text names it.
             FpgaLimitError: a job is longer than ``limits``; likewise.
+            FpgaMemoryError: memory answered with an error; the text names whose.
+            FpgaDeadlineError: the kernel does not answer.
             FpgaError: the device is closed, or failed.
             ValueError: arrays do not fit the shape.
         """
@@ -213,6 +224,8 @@ class Backend(Protocol):
 
 def check_status(kernel: Kernel, code: int, index: int, version: int) -> None:
     """Raise the typed error of a status record."""
+    if version == 0 and code == Status.OK:
+        raise FpgaError(f"{kernel.name}: the kernel ended and has written no status record")
     if version != VERSION:
         raise FpgaVersionError(
             f"the kernels are of version {version}, and version {VERSION} is needed; build them "
@@ -245,6 +258,16 @@ def check_status(kernel: Kernel, code: int, index: int, version: int) -> None:
     if code == Status.ARGUMENT and index < len(kernel.arguments):
         raise FpgaListError(
             f"{kernel.name}: argument {kernel.arguments[index].name} is out of range"
+        )
+    if code == Status.MEMORY and index < len(kernel.arguments):
+        argument = kernel.arguments[index]
+        done = "a read of" if argument.direction == "in" else "a write to"
+        raise FpgaMemoryError(
+            f"{kernel.name}: memory answered {done} {argument.name} ({argument.doc}) with an error"
+        )
+    if code == Status.NO_ANSWER:
+        raise FpgaDeadlineError(
+            f"{kernel.name}: the kernel does not answer: its memory was idle for {index} cycles"
         )
     if code == Status.SHAPE:
         raise FpgaError(f"{kernel.name}: the kernel is compiled for another dtype")

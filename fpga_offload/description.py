@@ -12,6 +12,7 @@ Addresses of arguments are those of the memory that the kernels read: the proces
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
@@ -92,6 +93,10 @@ class Status(IntEnum):
     """An argument of the call is out of range. ``index``: its place in the list of arguments."""
     SHAPE = 7
     """The kernel is compiled for another dtype than the flags say."""
+    MEMORY = 8
+    """Memory answered with an error. ``index``: of the argument whose memory it was."""
+    NO_ANSWER = 0xFFFF
+    """Written by a simulator, not by a kernel: memory was idle for ``index`` cycles, and no end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +370,24 @@ SPARF = Kernel(
     ),
 )
 KERNELS = (ATTEND, SPARF)
+
+
+def layout_fingerprint() -> int:
+    """CRC-32 of the registers of all kernels and the fields of all records.
+
+    A library says the one that it was built with, so that one of another layout is never called.
+    """
+    registers = [
+        (kernel.name, one.argument.name, one.argument.kind, one.offset)
+        for kernel in KERNELS
+        for one in kernel.registers()
+    ]
+    fields = [
+        (layout.name, field.name, field.type, field.count, at)
+        for layout in LAYOUTS
+        for field, at in layout.offsets()
+    ]
+    return zlib.crc32(repr((registers, fields)).encode())
 
 
 @dataclass(frozen=True, slots=True)

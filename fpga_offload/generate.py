@@ -79,6 +79,8 @@ extern "C" {{
 #endif
 
 {numbers}
+/* Fingerprint of all arguments and records. */
+#define SSDKV_FPGA_LAYOUT {description.layout_fingerprint():#010x}u
 
 {flags}
 
@@ -95,6 +97,8 @@ typedef struct ssdkv_fpga_device ssdkv_fpga_device;
 
 /* SSDKV_FPGA_VERSION of the library. */
 uint32_t ssdkv_fpga_version(void);
+/* SSDKV_FPGA_LAYOUT of the library. */
+uint32_t ssdkv_fpga_layout(void);
 /* Kernels of one shape; of the flags BFLOAT16 counts. NULL: there are none. */
 ssdkv_fpga_device* ssdkv_fpga_open(uint32_t head_size, uint32_t group, uint32_t flags);
 void ssdkv_fpga_close(ssdkv_fpga_device* device);

@@ -9,9 +9,9 @@ import ctypes
 import mmap
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,7 @@ from vllm_ssdkv.fpga_offload.description import (
     Flag,
     Kernel,
     KernelShape,
+    layout_fingerprint,
 )
 
 _TYPES: Mapping[str, Any] = {
@@ -54,6 +55,8 @@ def _structure(kernel: Kernel) -> type[ctypes.Structure]:
     fields = [(one.name, _TYPES[one.kind]) for one in kernel.arguments]
     return type(f"{kernel.name}_args", (ctypes.Structure,), {"_fields_": fields})
 
+
+_AGAIN: Final = "build it again from this package's sources"
 
 ARGUMENTS = {kernel.name: _structure(kernel) for kernel in KERNELS}
 """The C ABI's structures of arguments, by kernel."""
@@ -151,6 +154,7 @@ class KernelBackend(ABC):
             choices["pages"].astype(np.int64),
             partials,
             int(status["cycles"]),
+            int(status["beats"]),
         )
 
     @abstractmethod
@@ -191,13 +195,7 @@ class LibraryBackend(KernelBackend):
         self.limits = limits or Limits()
         self._lock = threading.Lock()
         self._peer: NDArray[np.uint8] | None = None
-        self._library = _load(name, path)
-        found = int(self._library.ssdkv_fpga_version())
-        if found != VERSION:
-            raise FpgaVersionError(
-                f"{path} has kernels of version {found}, and version {VERSION} is needed; build it "
-                "again from this package's sources"
-            )
+        self._library = load_library(name, path)
         self._device = self._library.ssdkv_fpga_open(shape.head_size, shape.group, int(shape.flags))
         if not self._device:
             raise FpgaError(f"{path} has no kernels of {shape}")
@@ -253,21 +251,56 @@ def _sparf_flags(work: SparfWork) -> Flag:
     return flags
 
 
-def _load(name: str, path: Path) -> ctypes.CDLL:
+def load_library(name: str, path: Path) -> ctypes.CDLL:
+    """Library with the generated C ABI, of this version and layout; nothing else of it is called.
+
+    Raises:
+        FpgaError: it cannot be loaded.
+        FpgaVersionError: it is of another version or layout, or lacks a function.
+    """
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise FpgaError(f"the library of {name} cannot be loaded: {error}") from error
-    library.ssdkv_fpga_version.restype = ctypes.c_uint32
-    library.ssdkv_fpga_open.restype = ctypes.c_void_p
-    library.ssdkv_fpga_open.argtypes = [ctypes.c_uint32] * 3
-    library.ssdkv_fpga_close.restype = None
-    library.ssdkv_fpga_close.argtypes = [ctypes.c_void_p]
+    version = int(library_function(library, path, "ssdkv_fpga_version", (), ctypes.c_uint32)())
+    if version != VERSION:
+        raise FpgaVersionError(
+            f"{path} has kernels of version {version}, and version {VERSION} is needed; {_AGAIN}"
+        )
+    layout = int(library_function(library, path, "ssdkv_fpga_layout", (), ctypes.c_uint32)())
+    if layout != layout_fingerprint():
+        raise FpgaVersionError(
+            f"{path} has kernels of layout {layout:#010x}, and {layout_fingerprint():#010x} is "
+            f"needed; {_AGAIN}"
+        )
+    device, number = ctypes.c_void_p, ctypes.c_uint32
+    library_function(library, path, "ssdkv_fpga_open", (number,) * 3, device)
+    library_function(library, path, "ssdkv_fpga_close", (device,), None)
     for kernel in KERNELS:
-        function = getattr(library, f"ssdkv_fpga_{kernel.name}")
-        function.restype = ctypes.c_int32
-        function.argtypes = [ctypes.c_void_p, ctypes.POINTER(ARGUMENTS[kernel.name])]
+        arguments = (device, ctypes.POINTER(ARGUMENTS[kernel.name]))
+        library_function(library, path, f"ssdkv_fpga_{kernel.name}", arguments, ctypes.c_int32)
     return library
+
+
+def library_function(
+    library: ctypes.CDLL,
+    path: Path,
+    name: str,
+    arguments: Sequence[type[Any]],
+    result: type[Any] | None,
+) -> Callable[..., Any]:
+    """Function of a library, with its types.
+
+    Raises:
+        FpgaVersionError: there is none: the library is older, or is none of kernels.
+    """
+    try:
+        function = getattr(library, name)
+    except AttributeError:
+        raise FpgaVersionError(f"{path} has no function {name}; {_AGAIN}") from None
+    function.argtypes, function.restype = list(arguments), result
+    found: Callable[..., Any] = function
+    return found
 
 
 def _room(nbytes: int) -> NDArray[np.uint8]:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Final, Literal, get_args
 
 from vllm_ssdkv.base.errors import FpgaError
 from vllm_ssdkv.fpga_offload.backend import Limits
 from vllm_ssdkv.fpga_offload.description import KernelShape
-from vllm_ssdkv.fpga_offload.library import LibraryBackend
+from vllm_ssdkv.fpga_offload.library import LibraryBackend, library_function
 
 FOLDER_VARIABLE = "SSDKV_FPGA_BUILD"
+Port = Literal["list", "page", "out"]
+PORTS: Final[Sequence[Port]] = get_args(Port)
 
 
 def rtlsim_library(shape: KernelShape) -> Path:
@@ -31,7 +35,7 @@ def build_folder() -> Path:
 class RtlsimBackend(LibraryBackend):
     """See ``Backend``. What the RTL leaves out is refused by its status.
 
-    ``attend`` makes no digests. ``sparf`` is in libraries that were built with it
+    ``sparf`` is in libraries that were built with it
     (``scripts/fpga.sh 64:2:sparf``): it chooses tokens by single channels, not pages, knows no mean
     V, and its ``alpha``, ``lse`` and ``window_mass`` are NaN.
 
@@ -54,8 +58,9 @@ class RtlsimBackend(LibraryBackend):
                 f"{FOLDER_VARIABLE} names another folder"
             )
         super().__init__("rtlsim", path, shape, limits)
-        self._library.ssdkv_fpga_rtl_memory.restype = None
-        self._library.ssdkv_fpga_rtl_memory.argtypes = [ctypes.c_void_p, *[ctypes.c_uint32] * 3]
+        types = (ctypes.c_void_p, *(ctypes.c_uint32,) * 3)
+        for name in ("ssdkv_fpga_rtl_memory", "ssdkv_fpga_rtl_fault"):
+            library_function(self._library, path, name, types, None)
 
     def set_memory(self, *, seed: int = 0, stalls: float = 0.0, latency: int = 64) -> None:
         """Set how memory behaves in the calls to come.
@@ -68,7 +73,22 @@ class RtlsimBackend(LibraryBackend):
         if not 0 <= stalls < 1:
             raise ValueError(f"stalls is a chance below 1, not {stalls}")
         with self._lock:
-            if not self._device:
-                raise FpgaError(f"{self.name} is closed")
             chance = round(stalls * 256)
-            self._library.ssdkv_fpga_rtl_memory(self._device, seed, chance, latency)
+            self._library.ssdkv_fpga_rtl_memory(self._opened(), seed, chance, latency)
+
+    def set_fault(self, port: Port, answers: int, *, silent: bool = False) -> None:
+        """Let memory fail in the next call.
+
+        Args:
+            port: ``list``: jobs, queries and entries. ``page``. ``out``: all that is written.
+            answers: Beats that the port reads, or bursts that it writes, before that.
+            silent: Never answer again, in place of one error.
+        """
+        with self._lock:
+            place = PORTS.index(port)
+            self._library.ssdkv_fpga_rtl_fault(self._opened(), place, answers, int(silent))
+
+    def _opened(self) -> int:
+        if not self._device:
+            raise FpgaError(f"{self.name} is closed")
+        return int(self._device)

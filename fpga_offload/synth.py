@@ -51,9 +51,13 @@ class Design:
 DESIGNS: Final[Mapping[str, Design]] = {
     "core": Design("attention_core", head_size=True, group=True),
     "attend": Design("attend", head_size=True, group=True),
+    "sparf": Design("sparf", head_size=True, group=True),
+    "scores": Design("channel_scores", head_size=True, group=True),
+    "mass": Design("token_mass", group=True),
     "axi": Design("page_reader", head_size=True),
     "filter": Design("row_filter"),
     "topk": Design("argtopk"),
+    "checksum": Design("checksum", head_size=True),
 }
 """By their names in the results."""
 
@@ -119,6 +123,25 @@ def map_unit(top: str, family: Family, netlist: Path, timeout_s: float = 600.0) 
     )
 
 
+def yosys_version() -> str:
+    """Version of Yosys: that of the package which has it.
+
+    Raises:
+        FpgaError: it is missing.
+    """
+    program = "import importlib.metadata; print(importlib.metadata.version('pyosys'))"
+    done = subprocess.run(
+        [_yosys_python(), "-P", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise FpgaError(f"{build_folder()}: there is no Yosys; make fpga brings it")
+    return done.stdout.strip()
+
+
 def cell_models() -> Path:
     """Yosys' models of the cells, for simulation."""
     found = sorted((build_folder() / "venv").glob("lib/*/site-packages/**/xilinx/cells_sim.v"))
@@ -143,9 +166,7 @@ def run_yosys(commands: list[str], timeout_s: float) -> None:
     Raises:
         FpgaError: as :func:`synthesise`.
     """
-    python = build_folder() / "venv" / "bin" / "python"
-    if not python.exists():
-        raise FpgaError(f"{python}: there is no Yosys; make fpga brings it")
+    python = _yosys_python()
     with tempfile.TemporaryDirectory(prefix="ssdkv-yosys-") as folder:
         script = Path(folder) / "script.ys"
         script.write_text("\n".join(commands) + "\n", encoding="utf-8")
@@ -163,6 +184,13 @@ def run_yosys(commands: list[str], timeout_s: float) -> None:
     if done.returncode != 0:
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-5:])
         raise FpgaError(f"Yosys failed with status {done.returncode}: {tail}")
+
+
+def _yosys_python() -> Path:
+    python = build_folder() / "venv" / "bin" / "python"
+    if not python.exists():
+        raise FpgaError(f"{python}: there is no Yosys; make fpga brings it")
+    return python
 
 
 def count_cells(statistics: Mapping[str, Any], top: str) -> Counter[str]:

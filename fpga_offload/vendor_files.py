@@ -96,8 +96,7 @@ def rtl_top(name: str) -> str:
                 constant.append(f"    assign {long}_{signal} = {kind};")
     lines = [
         f"// {_UNRUN} Elaborated by Verilator.",
-        "// Bursts are incrementing. Their length says where they end. Errors that a slave answers",
-        "// with are not looked at: wrong pages are found by digests, where those are asked for.",
+        "// Bursts are incrementing. Their length says where they end.",
         "`default_nettype none",
         f"module {name}_top #(parameter D = 128, parameter G = 1) (",
         "    input  wire         ap_clk,",
@@ -157,7 +156,7 @@ _WRITE_SIGNALS: Final[_Signals] = {
     "wlast": ("output", 1, "kernel"),
     "bvalid": ("input", 1, "kernel"),
     "bready": ("output", 1, "kernel"),
-    "bresp": ("input", 2, "ignored"),
+    "bresp": ("input", 2, "kernel"),
 }
 
 
@@ -172,7 +171,7 @@ def _read_signals(bits: int) -> _Signals:
         "rvalid": ("input", 1, "kernel"),
         "rready": ("output", 1, "kernel"),
         "rdata": ("input", bits, "kernel"),
-        "rresp": ("input", 2, "ignored"),
+        "rresp": ("input", 2, "kernel"),
         "rlast": ("input", 1, "ignored"),
     }
 

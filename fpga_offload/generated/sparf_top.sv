@@ -1,7 +1,6 @@
 // Generated from fpga_offload/description.py by `ssdkv docs write`; do not edit.
 // Written to the documented interface, never run. Elaborated by Verilator.
-// Bursts are incrementing. Their length says where they end. Errors that a slave answers
-// with are not looked at: wrong pages are found by digests, where those are asked for.
+// Bursts are incrementing. Their length says where they end.
 `default_nettype none
 module sparf_top #(parameter D = 128, parameter G = 1) (
     input  wire         ap_clk,
@@ -100,6 +99,7 @@ module sparf_top #(parameter D = 128, parameter G = 1) (
         .list_rvalid(m_axi_list_rvalid),
         .list_rready(m_axi_list_rready),
         .list_rdata(m_axi_list_rdata),
+        .list_rresp(m_axi_list_rresp),
         .page_arvalid(m_axi_page_arvalid),
         .page_arready(m_axi_page_arready),
         .page_araddr(m_axi_page_araddr),
@@ -107,6 +107,7 @@ module sparf_top #(parameter D = 128, parameter G = 1) (
         .page_rvalid(m_axi_page_rvalid),
         .page_rready(m_axi_page_rready),
         .page_rdata(m_axi_page_rdata),
+        .page_rresp(m_axi_page_rresp),
         .channel_arvalid(m_axi_channel_arvalid),
         .channel_arready(m_axi_channel_arready),
         .channel_araddr(m_axi_channel_araddr),
@@ -114,6 +115,7 @@ module sparf_top #(parameter D = 128, parameter G = 1) (
         .channel_rvalid(m_axi_channel_rvalid),
         .channel_rready(m_axi_channel_rready),
         .channel_rdata(m_axi_channel_rdata),
+        .channel_rresp(m_axi_channel_rresp),
         .out_awvalid(m_axi_out_awvalid),
         .out_awready(m_axi_out_awready),
         .out_awaddr(m_axi_out_awaddr),
@@ -124,7 +126,8 @@ module sparf_top #(parameter D = 128, parameter G = 1) (
         .out_wstrb(m_axi_out_wstrb),
         .out_wlast(m_axi_out_wlast),
         .out_bvalid(m_axi_out_bvalid),
-        .out_bready(m_axi_out_bready));
+        .out_bready(m_axi_out_bready),
+        .out_bresp(m_axi_out_bresp));
 
     assign s_axi_control_bresp = 2'b00;
     assign s_axi_control_rresp = 2'b00;
@@ -136,12 +139,8 @@ module sparf_top #(parameter D = 128, parameter G = 1) (
     assign m_axi_channel_arburst = 2'b01;
     assign m_axi_out_awsize = 3'd6;
     assign m_axi_out_awburst = 2'b01;
-    wire unused = &{m_axi_list_rresp,
-        m_axi_list_rlast,
-        m_axi_page_rresp,
+    wire unused = &{m_axi_list_rlast,
         m_axi_page_rlast,
-        m_axi_channel_rresp,
-        m_axi_channel_rlast,
-        m_axi_out_bresp};
+        m_axi_channel_rlast};
 endmodule
 `default_nettype wire

@@ -21,6 +21,8 @@ extern "C" {
 #define SSDKV_FPGA_MAX_JOB_ENTRIES 4096u
 #define SSDKV_FPGA_MAX_SPARF_TOKENS 65536u
 #define SSDKV_FPGA_MAX_JOBS 1048576u
+/* Fingerprint of all arguments and records. */
+#define SSDKV_FPGA_LAYOUT 0x1431e759u
 
 #define SSDKV_FPGA_FLAG_BFLOAT16 1u
 #define SSDKV_FPGA_FLAG_MASK 2u
@@ -38,6 +40,8 @@ extern "C" {
 #define SSDKV_FPGA_STATUS_CHANNEL_ADDRESS 5
 #define SSDKV_FPGA_STATUS_ARGUMENT 6
 #define SSDKV_FPGA_STATUS_SHAPE 7
+#define SSDKV_FPGA_STATUS_MEMORY 8
+#define SSDKV_FPGA_STATUS_NO_ANSWER 65535
 
 /* Places of arguments, as a status says them. */
 #define SSDKV_FPGA_ATTEND_ARGUMENT_Q 0u
@@ -234,6 +238,8 @@ typedef struct ssdkv_fpga_device ssdkv_fpga_device;
 
 /* SSDKV_FPGA_VERSION of the library. */
 uint32_t ssdkv_fpga_version(void);
+/* SSDKV_FPGA_LAYOUT of the library. */
+uint32_t ssdkv_fpga_layout(void);
 /* Kernels of one shape; of the flags BFLOAT16 counts. NULL: there are none. */
 ssdkv_fpga_device* ssdkv_fpga_open(uint32_t head_size, uint32_t group, uint32_t flags);
 void ssdkv_fpga_close(ssdkv_fpga_device* device);

@@ -3,7 +3,8 @@
 // behind the AXI4 ports, which is this process's.
 //
 // Each memory port answers in order, one beat a cycle at most, `latency` cycles after the question.
-// With stalls every channel of every port is held back at random, from a seed.
+// With stalls every channel of every port is held back at random, from a seed. A fault makes one
+// port answer once with an error, or never again.
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -28,10 +29,11 @@ constexpr uint32_t kHeadSize = SSDKV_HEAD_SIZE;
 constexpr uint32_t kGroup = SSDKV_GROUP;
 constexpr uint32_t kBeat = SSDKV_FPGA_BEAT_BYTES;
 constexpr uint64_t kAllBytes = ~uint64_t{0};
-// Cycles without a beat or a handshake on any memory port: the kernel hangs.
-constexpr uint64_t kPatience = 200'000;
-// Not of `Status`: the kernel did not come to an end.
-constexpr uint32_t kHangs = 0xffff;
+// Cycles without a beat or a handshake on any memory port, beside those of an answer: the kernel
+// hangs. SparF's choice goes over all tokens three times without any.
+constexpr uint32_t kPatience = 20'000;
+constexpr uint32_t kSparfPatience = 20'000 + 4 * SSDKV_FPGA_MAX_SPARF_TOKENS;
+constexpr uint8_t kSlaveError = 2;
 
 // Chances of a stall, in 256ths, and where they come from.
 class Stalls {
@@ -47,17 +49,43 @@ class Stalls {
   uint32_t chance_ = 0;
 };
 
+// A port's fault in the calls to come, after some answers: an error once, or silence.
+class Fault {
+ public:
+  void set(uint32_t answers, bool silent) {
+    armed_ = true;
+    answers_ = answers;
+    silent_ = silent;
+  }
+  void clear() { armed_ = false; }
+  bool silent() const { return due() && silent_; }
+  bool error() const { return due() && !silent_; }
+  void answered() {
+    if (error()) clear();
+    if (armed_ && answers_ != 0) --answers_;
+  }
+
+ private:
+  bool due() const { return armed_ && answers_ == 0; }
+  bool armed_ = false;
+  uint32_t answers_ = 0;
+  bool silent_ = false;
+};
+
 // Beats of one port that were asked for and are not answered yet.
 class ReadPort {
  public:
   explicit ReadPort(Stalls& stalls, uint32_t beat_bytes = kBeat)
       : stalls_(stalls), beat_bytes_(beat_bytes) {}
 
-  template <class Ready, class Valid, class Data>
-  void before_clock(uint64_t cycle, Ready& arready, Valid& rvalid, Data& rdata) {
+  template <class Bit, class Data>
+  void before_clock(uint64_t cycle, Bit& arready, Bit& rvalid, Data& rdata, Bit& rresp) {
     arready = !stalls_.now();
-    rvalid = !beats_.empty() && beats_.front().due <= cycle && !stalls_.now();
-    if (rvalid)
+    rvalid = !beats_.empty() && beats_.front().due <= cycle && !stalls_.now() && !fault.silent();
+    rresp = rvalid && fault.error() ? kSlaveError : 0;
+    if (rresp != 0)
+      std::memset(&rdata[0], 0, beat_bytes_);
+    else if (rvalid)
       std::memcpy(&rdata[0], reinterpret_cast<const void*>(beats_.front().address), beat_bytes_);
   }
 
@@ -66,11 +94,16 @@ class ReadPort {
     if (asked)
       for (uint32_t beat = 0; beat <= more; ++beat)
         beats_.push_back({address + uint64_t{beat_bytes_} * beat, due});
-    if (answered) beats_.pop_front();
+    if (answered) {
+      beats_.pop_front();
+      fault.answered();
+    }
     return asked || answered;
   }
 
   void clear() { beats_.clear(); }
+
+  Fault fault;
 
  private:
   struct Beat {
@@ -88,10 +121,11 @@ class WritePort {
   explicit WritePort(Stalls& stalls) : stalls_(stalls) {}
 
   template <class Bit>
-  void before_clock(uint64_t cycle, Bit& awready, Bit& wready, Bit& bvalid) {
+  void before_clock(uint64_t cycle, Bit& awready, Bit& wready, Bit& bvalid, Bit& bresp) {
     awready = !stalls_.now();
     wready = !stalls_.now();
-    bvalid = !answers_.empty() && answers_.front() <= cycle && !stalls_.now();
+    bvalid = !answers_.empty() && answers_.front() <= cycle && !stalls_.now() && !fault.silent();
+    bresp = bvalid && fault.error() ? kSlaveError : 0;
   }
 
   template <class Data>
@@ -107,9 +141,16 @@ class WritePort {
       next_ += kBeat;
       if (last) answers_.push_back(due);
     }
-    if (answered) answers_.pop_front();
+    if (answered) {
+      answers_.pop_front();
+      fault.answered();
+    }
     return asked || written || answered;
   }
+
+  void clear() { answers_.clear(); }
+
+  Fault fault;
 
  private:
   Stalls& stalls_;
@@ -121,8 +162,9 @@ class WritePort {
 template <class Model>
 class Machine {
  public:
-  Machine(Stalls& stalls, const uint32_t& latency)
-      : latency_(latency),
+  Machine(Stalls& stalls, const uint32_t& latency, uint32_t patience)
+      : patience_(patience),
+        latency_(latency),
         lists_(stalls),
         pages_(stalls),
         channels_(stalls, SSDKV_FPGA_CHANNEL_BEAT_BYTES),
@@ -134,6 +176,7 @@ class Machine {
     lists_.clear();
     pages_.clear();
     channels_.clear();
+    out_.clear();
     model->s_awvalid = model->s_wvalid = model->s_bready = model->s_arvalid = model->s_rready = 0;
     model->rst = 1;
     for (int count = 0; count < 20; ++count) tick();
@@ -143,11 +186,12 @@ class Machine {
   // One cycle. Returns whether a memory port moved.
   bool tick() {
     auto& m = *model;
-    lists_.before_clock(cycle_, m.list_arready, m.list_rvalid, m.list_rdata);
-    pages_.before_clock(cycle_, m.page_arready, m.page_rvalid, m.page_rdata);
+    lists_.before_clock(cycle_, m.list_arready, m.list_rvalid, m.list_rdata, m.list_rresp);
+    pages_.before_clock(cycle_, m.page_arready, m.page_rvalid, m.page_rdata, m.page_rresp);
     if constexpr (requires { m.channel_arvalid; })
-      channels_.before_clock(cycle_, m.channel_arready, m.channel_rvalid, m.channel_rdata);
-    out_.before_clock(cycle_, m.out_awready, m.out_wready, m.out_bvalid);
+      channels_.before_clock(cycle_, m.channel_arready, m.channel_rvalid, m.channel_rdata,
+                             m.channel_rresp);
+    out_.before_clock(cycle_, m.out_awready, m.out_wready, m.out_bvalid, m.out_bresp);
     m.clk = 0;
     m.eval();
     bool moved = false;
@@ -194,19 +238,27 @@ class Machine {
     return read_data_;
   }
 
-  // From start to done; false: it hangs.
-  bool run() {
+  // From start to done. Returns 0, or the cycles after which it was given up.
+  uint32_t run() {
     write(0x00, 1);
+    const uint64_t patience = uint64_t{patience_} + latency_;
     uint64_t still = 0;
     while ((read(0x00) & 2) == 0)
       for (int count = 0; count < 16; ++count) {
         still = tick() ? 0 : still + 1;
-        if (still > kPatience) return false;
+        if (still > patience) return static_cast<uint32_t>(still);
       }
-    return true;
+    return 0;
+  }
+
+  // Faults of ports: lists, pages, outputs.
+  Fault* fault(uint32_t port) {
+    Fault* faults[] = {&lists_.fault, &pages_.fault, &out_.fault};
+    return port < 3 ? faults[port] : nullptr;
   }
 
  private:
+  const uint32_t patience_;
   const uint32_t& latency_;
   uint64_t cycle_ = 0;
   ReadPort lists_, pages_, channels_;
@@ -242,12 +294,14 @@ class Registers {
 template <class Model>
 int32_t finish(Machine<Model>& machine, uint64_t address) {
   auto& status = *reinterpret_cast<ssdkv_fpga_status*>(address);
-  if (!machine.run()) {
+  if (const uint32_t cycles = machine.run()) {
     status = {};
-    status.code = kHangs;
+    status.code = SSDKV_FPGA_STATUS_NO_ANSWER;
+    status.index = cycles;
     status.version = SSDKV_FPGA_VERSION;
     machine.reset();
   }
+  for (uint32_t port = 0; machine.fault(port) != nullptr; ++port) machine.fault(port)->clear();
   return static_cast<int32_t>(status.code);
 }
 
@@ -256,15 +310,17 @@ int32_t finish(Machine<Model>& machine, uint64_t address) {
 struct ssdkv_fpga_device {
   Stalls stalls;
   uint32_t latency = 64;
-  Machine<SSDKV_ATTEND> attend{stalls, latency};
+  Machine<SSDKV_ATTEND> attend{stalls, latency, kPatience};
 #ifdef SSDKV_SPARF
-  Machine<SSDKV_SPARF> sparf{stalls, latency};
+  Machine<SSDKV_SPARF> sparf{stalls, latency, kSparfPatience};
 #endif
 };
 
 extern "C" {
 
 uint32_t ssdkv_fpga_version(void) { return SSDKV_FPGA_VERSION; }
+
+uint32_t ssdkv_fpga_layout(void) { return SSDKV_FPGA_LAYOUT; }
 
 ssdkv_fpga_device* ssdkv_fpga_open(uint32_t head_size, uint32_t group, uint32_t) {
   if (head_size != kHeadSize || group != kGroup) return nullptr;
@@ -279,6 +335,20 @@ void ssdkv_fpga_rtl_memory(ssdkv_fpga_device* device, uint32_t seed, uint32_t ch
                            uint32_t latency) {
   device->stalls.set(seed, chance);
   device->latency = latency;
+}
+
+// Of the next call: after so many answers port 0 (lists), 1 (pages) or 2 (outputs) of a kernel
+// answers once with an error, or with `silent` never again.
+void ssdkv_fpga_rtl_fault(ssdkv_fpga_device* device, uint32_t port, uint32_t answers,
+                          uint32_t silent) {
+  Fault* faults[] = {
+      device->attend.fault(port),
+#ifdef SSDKV_SPARF
+      device->sparf.fault(port),
+#endif
+  };
+  for (Fault* fault : faults)
+    if (fault != nullptr) fault->set(answers, silent != 0);
 }
 
 int32_t ssdkv_fpga_attend(ssdkv_fpga_device* device, const ssdkv_fpga_attend_args* args) {

@@ -1,7 +1,8 @@
 // InstInfer's row filter: half pages pass by in beats, rows of their masks go on to the core, others are
 // dropped as fast as they come.
 //
-// Descriptors of half pages: kind, last of its block, tokens, mask. A mask has a token.
+// Descriptors of half pages: kind, last of its block, tokens, mask. A mask has a token, or the half is not the
+// last of its block.
 `default_nettype none
 module row_filter #(parameter NB = 4, parameter CW = 10) (
     input  wire          clk,
@@ -11,6 +12,7 @@ module row_filter #(parameter NB = 4, parameter CW = 10) (
     output wire          descriptor_taken,
     input  wire [CW-1:0] available,          // beats that wait
     output wire          pop,                // one of them
+    output wire          first,              // of its half page
     output wire          row_valid,          // the row in front is of the mask, and whole
     output wire          row_is_value,
     output wire          row_last,           // of its block
@@ -33,6 +35,7 @@ module row_filter #(parameter NB = 4, parameter CW = 10) (
     assign row_last = now[21] && behind == 0;
     assign pop = row_beat || drop;
     assign descriptor_taken = descriptor_valid && (!now_valid || now_over);
+    assign first = token == 0 && beat == 0;
     assign idle = !now_valid;
     always @(posedge clk)
         if (rst) begin

@@ -39,6 +39,7 @@ from vllm_ssdkv.fpga_offload.trial import random_problem, run_problem
 from vllm_ssdkv.fpga_offload.xrt.pyxrt_runtime import PyxrtRuntime, has_pyxrt
 from vllm_ssdkv.fpga_offload.xrt.runtime import (
     COMPLETED,
+    NO_ANSWER,
     STATES,
     Argument,
     BridgeRuntime,
@@ -258,8 +259,9 @@ class XrtBackend(KernelBackend):
         if state in STATES:
             raise FpgaError(f"xrt: a run of {name} ended with the state {STATES[state]}")
         self._stuck = (
-            f"a run of {name} has not ended in {self._deadline_s:g} s (offload.kernel_deadline), "
-            f"its state is {state}; reset the card with `xbutil reset`"
+            f"a run of {name} does not answer: it has not ended in {self._deadline_s:g} s "
+            f"(offload.kernel_deadline), its state is {NO_ANSWER.get(state, state)}; reset the "
+            "card with `xbutil reset`"
         )
         raise FpgaDeadlineError(f"xrt: {self._stuck}")
 

@@ -70,6 +70,9 @@ struct ssdkv_xrt_argument {
   std::uint32_t bytes;  // of the value: 4 or 8
 };
 
+// Of these functions, as the host that calls them wants it.
+std::uint32_t ssdkv_xrt_version() { return 2; }
+
 const char* ssdkv_xrt_error() { return last_error.c_str(); }
 
 // What a file of kernels says of itself, without a card: "kernel NAME" lines, each with its

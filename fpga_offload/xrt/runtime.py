@@ -16,15 +16,20 @@ from typing import Final, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.base.errors import FpgaError
+from vllm_ssdkv.base.errors import FpgaError, FpgaVersionError
+from vllm_ssdkv.fpga_offload.library import library_function
 from vllm_ssdkv.fpga_offload.rtlsim import FOLDER_VARIABLE
 
 COMPLETED: Final = 4
 """XRT's state of a run that has ended well."""
-STATES: Final = {5: "error", 6: "abort", 8: "timeout", 9: "no response"}
+STATES: Final = {5: "error", 6: "abort"}
 """XRT's names of those that have ended badly; in others it has not ended."""
+NO_ANSWER: Final = {8: "timeout", 9: "no response"}
+"""XRT's names of those in which it has given up waiting."""
 
 BRIDGE: Final = "libssdkv_xrt.so"
+BRIDGE_VERSION: Final = 2
+"""Of its functions."""
 _TEXT_BYTES: Final = 1 << 16
 
 KernelArguments: TypeAlias = Mapping[str, Sequence[tuple[str, int, int]]]
@@ -102,23 +107,27 @@ def _load() -> ctypes.CDLL:
             f"XRT's bridge {path} cannot be loaded: {error}; build it by `make fpga`, which needs "
             "XRT's headers (Debian: libxrt-dev)"
         ) from error
+    version = int(library_function(library, path, "ssdkv_xrt_version", (), ctypes.c_uint32)())
+    if version != BRIDGE_VERSION:
+        raise FpgaVersionError(
+            f"{path} is XRT's bridge of version {version}, and version {BRIDGE_VERSION} is needed; "
+            "build it again by `make fpga`"
+        )
     pointer, text, room = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
     word, number, flag = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int
     out = ctypes.POINTER(ctypes.c_void_p)
-    library.ssdkv_xrt_error.restype = text
+    library_function(library, path, "ssdkv_xrt_error", (), text)
     for name, types in (
         ("inspect", (text, text, room)),
         ("open", (number, text, out)),
-        ("close", (pointer,)),
         ("name", (pointer, text, room)),
         ("buffer", (pointer, text, flag, word, flag, out, out, ctypes.POINTER(word))),
-        ("release", (pointer,)),
         ("sync", (pointer, flag, word, word)),
         ("run", (pointer, text, ctypes.POINTER(_Argument), flag, number, ctypes.POINTER(number))),
     ):
-        getattr(library, f"ssdkv_xrt_{name}").argtypes = list(types)
+        library_function(library, path, f"ssdkv_xrt_{name}", types, ctypes.c_int)
     for name in ("close", "release"):
-        getattr(library, f"ssdkv_xrt_{name}").restype = None
+        library_function(library, path, f"ssdkv_xrt_{name}", (pointer,), None)
     return library
 
 

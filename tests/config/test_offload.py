@@ -69,13 +69,6 @@ def test_a_share_of_x_is_not_chosen_by_a_device_without_work(number: float) -> N
             "offload: got .*; peer with a share other than 1: whoever attends has to compare",
         ),
         (
-            {
-                **PAGE,
-                "offload": {"kind": "fpga", "peer": True, "share": 1, "backend": "rtlsim"},
-            },
-            'offload: got .*; peer with backend "rtlsim", which makes no checksums: leave it out',
-        ),
-        (
             {**PAGE, "offload": {"kind": "fpga", "peer": True, "share": 1}, "page_tokens": 32},
             "offload.peer: the FPGA makes checksums of pages of 16 tokens, not of 32: leave it out",
         ),

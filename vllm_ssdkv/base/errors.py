@@ -106,5 +106,9 @@ class FpgaDeadlineError(FpgaError):
     """An FPGA device did not answer in time; the text names the deadline."""
 
 
+class FpgaMemoryError(FpgaError):
+    """Memory answered an FPGA kernel with an error; the text names the argument that lies there."""
+
+
 class FpgaVersionError(FpgaError):
     """Kernels are of another version than this package's; the text names both."""

@@ -34,6 +34,8 @@ std::int32_t code_of(std::uint64_t status) {
 
 SSDKV_EXPORT std::uint32_t ssdkv_fpga_version() { return SSDKV_FPGA_VERSION; }
 
+SSDKV_EXPORT std::uint32_t ssdkv_fpga_layout() { return SSDKV_FPGA_LAYOUT; }
+
 SSDKV_EXPORT ssdkv_fpga_device* ssdkv_fpga_open(std::uint32_t head_size, std::uint32_t group,
                                                 std::uint32_t flags) {
   auto kernels = make(head_size, group, (flags & SSDKV_FPGA_FLAG_BFLOAT16) != 0);

@@ -28,6 +28,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
         return Cells(design, family, head_size, group, lut=52272, ff=10, dsp=73 * group)
 
     monkeypatch.setattr(synth, "synthesise", synthesise)
+    monkeypatch.setattr(synth, "yosys_version", lambda: "0.70")
 
 
 @pytest.mark.usefixtures("counted")
@@ -43,6 +44,7 @@ def test_each_design_and_group_is_counted_and_written(tmp_path: Path) -> None:
     assert len(read_synthesis(path).rows) == len(document["rows"])
     assert run("--groups", "4,8", "--timeout", "60", "--output", str(path)).exit_code == 0
     assert len(read_synthesis(path).rows) == len(document["rows"]) + 1
+    assert read_synthesis(path).tools == {"yosys": "0.70"}
     _, shares = document["tables"]
     assert shares["rows"][0][:4] == ["core", 1, "smartssd", pytest.approx(10)]
 

@@ -23,9 +23,18 @@ from tests.fpga_offload.rtl.contexts import (
     merged,
     only_job,
 )
-from vllm_ssdkv.base.errors import FpgaError, FpgaLimitError, FpgaListError
+from tests.oracles.fpga_backend import NumpyBackend
+from vllm_ssdkv.base.checksum import checksum_pages
+from vllm_ssdkv.base.errors import (
+    FpgaDeadlineError,
+    FpgaError,
+    FpgaLimitError,
+    FpgaListError,
+    FpgaMemoryError,
+)
+from vllm_ssdkv.fpga_offload.csim import CsimBackend
 from vllm_ssdkv.fpga_offload.description import GROUPS, HEAD_SIZES, MAX_JOB_ENTRIES, KernelShape
-from vllm_ssdkv.fpga_offload.rtlsim import RtlsimBackend
+from vllm_ssdkv.fpga_offload.rtlsim import Port, RtlsimBackend
 
 ROOT = Path(__file__).parents[3]
 CLOSE = 1e-5
@@ -182,14 +191,112 @@ def test_a_job_above_the_limit_is_named(backend: RtlsimBackend) -> None:
         backend.attend(replace(call.work, entries=entries, jobs=jobs))
 
 
+def summed(call: Call) -> Call:
+    return replace(call, work=replace(call.work, checksum=True))
+
+
+def digests_of(backend: RtlsimBackend | CsimBackend, call: Call) -> list[int]:
+    digests = backend.attend(call.work).digests
+    assert digests is not None
+    return digests.tolist()
+
+
+@over_shapes
+def test_digests_are_the_stores_and_the_other_kernels(backend: RtlsimBackend) -> None:
+    """Of pages that are masked out as well, and beside the same partials."""
+    backend.set_memory(seed=17, stalls=0.2, latency=30)
+    lengths = (130, 0, 300, 1, 17, 700)
+    for keep, gap in ((None, 0), (0.05, 0), (0.5, 128)):
+        call = summed(make_call(backend.shape, lengths, seed=17, keep=keep, v_gap=gap))
+        found = backend.attend(call.work)
+        oracle = CsimBackend(backend.shape)
+        assert found.digests is not None
+        assert found.digests.tolist() == digests_of(oracle, call)
+        oracle.close(1.0)
+        plain = replace(call.work, checksum=False)
+        assert far_apart(found, NumpyBackend(backend.shape).attend(plain)) < CLOSE
+        if not gap:
+            address = np.ascontiguousarray(call.work.entries["address"])
+            wanted = checksum_pages(address, backend.shape.page_bytes)
+            np.testing.assert_array_equal(found.digests, wanted)
+
+
+@over_sizes
+def test_one_flipped_bit_in_any_page_is_found(backend: RtlsimBackend) -> None:
+    call = summed(make_call(backend.shape, (150, 16, 1), seed=18))
+    rng = np.random.default_rng(18)
+    wanted = digests_of(backend, call)
+    assert len(wanted) == 12
+    for entry, address in enumerate(call.work.entries["address"]):
+        at = int(address) - call.pages.ctypes.data + rng.integers(backend.shape.page_bytes)
+        call.pages[at] ^= 1 << rng.integers(8)
+        found = digests_of(backend, call)
+        assert [i for i in range(12) if found[i] != wanted[i]] == [entry]
+        wanted = found
+
+
+@over_sizes
+def test_checksums_cost_no_line_rate(backend: RtlsimBackend) -> None:
+    assert line_rate(backend, summed(make_call(backend.shape, (4096,), seed=19))) >= 0.95
+
+
+@on_any
+def test_a_place_for_digests_is_a_multiple_of_theirs(backend: RtlsimBackend) -> None:
+    call = summed(make_call(HALF, (40, 150), seed=20))
+    wanted = digests_of(backend, call)
+    entries = np.concatenate([call.work.entries[:1], call.work.entries])
+    jobs = call.work.jobs.copy()
+    jobs["first"] += 1
+    shifted = replace(call, work=replace(call.work, entries=entries, jobs=jobs))
+    assert digests_of(backend, shifted) == [0, *wanted]
+
+
+@on_any
+@pytest.mark.parametrize(
+    ("port", "answers", "argument"),
+    [
+        ("list", 0, "jobs"),
+        ("list", 1, "q"),
+        ("list", 5, "entries"),
+        ("list", 9, "entries"),
+        ("page", 0, "pages"),
+        ("page", 300, "pages"),
+        ("out", 0, "digests"),
+        ("out", 0, "out"),
+    ],
+)
+def test_an_error_of_memory_is_named_and_the_next_call_runs(
+    backend: RtlsimBackend, port: Port, answers: int, argument: str
+) -> None:
+    call = make_call(HALF, (300, 100), seed=21)
+    backend.set_fault(port, answers)
+    with pytest.raises(FpgaMemoryError, match=rf"^attend: memory .* {argument} \(.* with an error"):
+        backend.attend(call.work if argument == "out" else summed(call).work)
+    assert distance(backend, call) < CLOSE
+
+
+@on_any
+@pytest.mark.parametrize(
+    ("port", "answers"), [("list", 0), ("list", 6), ("page", 3), ("page", 700), ("out", 0)]
+)
+def test_a_kernel_that_hangs_does_not_answer(
+    backend: RtlsimBackend, port: Port, answers: int
+) -> None:
+    call = make_call(HALF, (300, 100), seed=22)
+    backend.set_fault(port, answers, silent=True)
+    with pytest.raises(FpgaDeadlineError, match=r"^attend: the kernel does not answer: .* cycles"):
+        backend.attend(call.work)
+    assert distance(backend, call) < CLOSE
+
+
 @on_any
 def test_what_it_does_not_know_is_refused(backend: RtlsimBackend) -> None:
     call = make_call(HALF, (16,), seed=8)
-    with pytest.raises(FpgaListError, match="flags is out of range"):
-        backend.attend(replace(call.work, checksum=True))
     with pytest.raises(ValueError, match="stalls"):
         backend.set_memory(stalls=1.0)
     assert backend.close(1.0)
+    with pytest.raises(FpgaError, match="rtlsim is closed"):
+        backend.set_fault("page", 1)
     with pytest.raises(FpgaError, match="rtlsim is closed"):
         backend.attend(call.work)
 
@@ -255,9 +362,14 @@ def test_every_shape(built: Callable[[int, int], None], head_size: int, group: i
             for keep in (None, 0.02, 0.5):
                 call = make_call(backend.shape, LENGTHS, seed=seed, keep=keep, v_gap=64 * seed)
                 assert distance(backend, call) < CLOSE
+                oracle = CsimBackend(backend.shape)
+                assert digests_of(backend, summed(call)) == digests_of(oracle, summed(call))
+                oracle.close(1.0)
             for fill in HOSTILE.values():
                 call = make_call(backend.shape, (1, 700), seed=seed, fill=fill)
                 assert distance(backend, call) < CLOSE
         backend.set_memory()
-        assert line_rate(backend, make_call(backend.shape, (4096,), seed=16)) >= 0.95
+        long = make_call(backend.shape, (4096,), seed=16)
+        assert line_rate(backend, long) >= 0.95
+        assert line_rate(backend, summed(long)) >= 0.95
         backend.close(1.0)

@@ -21,6 +21,7 @@ from vllm_ssdkv.fpga_offload.synth import (
     map_unit,
     run_yosys,
     synthesise,
+    yosys_version,
 )
 
 NEEDS_TOOLS = needs_rtlsim(128, 1)
@@ -80,6 +81,12 @@ def test_a_netlist_does_what_the_rtl_does(tmp_path: Path) -> None:
 
 
 @NEEDS_TOOLS
+def test_the_version_of_yosys_is_that_of_the_lock() -> None:
+    lock = (Path(__file__).parents[3] / "requirements" / "fpga.lock").read_text()
+    assert f"pyosys=={yosys_version()}" in lock
+
+
+@NEEDS_TOOLS
 def test_what_yosys_refuses_is_told() -> None:
     with pytest.raises(FpgaError, match="Yosys failed with status"):
         run_yosys(["hierarchy -top nothing"], 60)
@@ -91,6 +98,8 @@ def test_a_missing_yosys_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         run_yosys([], 1)
     with pytest.raises(FpgaError, match="no models of cells"):
         cell_models()
+    with pytest.raises(FpgaError, match="there is no Yosys"):
+        yosys_version()
 
 
 def test_cells_are_counted_by_how_often_their_module_stands_there() -> None:

@@ -52,7 +52,7 @@ def synth(
     Nothing is placed or routed, so no clock follows. A core takes one minute to several. Yosys is
     brought by `make fpga`.
     """
-    from vllm_ssdkv.fpga_offload.synth import DESIGNS, Family, synthesise
+    from vllm_ssdkv.fpga_offload.synth import DESIGNS, Family, synthesise, yosys_version
 
     names = arguments.names("--designs", designs, tuple(DESIGNS))
     chosen: list[Family] = arguments.names("--families", families, get_args(Family))
@@ -68,6 +68,7 @@ def synth(
     ]
     cells: list[Cells] = []
     try:
+        tools = {"yosys": yosys_version()}
         with Progress(console=Console(stderr=True), transient=True) as progress:
             for name, family, group in progress.track(cases, description="synthesising"):
                 cells.append(synthesise(name, family, head_size, group, timeout))
@@ -75,6 +76,6 @@ def synth(
         typer.echo(f"ssdkv fpga synth: {error}", err=True)
         raise typer.Exit(1) from error
     if output is not None:
-        add_results(Results("ssdkv fpga synth --output FILE", {}, cells), output)
+        add_results(Results("ssdkv fpga synth --output FILE", tools, cells), output)
     document: Row = {"rows": [dataclasses.asdict(row) for row in cells]}
     print_tables([cells_table(cells), shares_table(cells)], as_json=as_json, beside=document)
