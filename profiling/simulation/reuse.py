@@ -196,7 +196,7 @@ class Background:
         storage = self._storage
         seconds = max(
             device.prompt_s(share * nbytes)
-            for device, share in zip(storage.devices, storage.shares, strict=True)
+            for device, share in zip(storage.devices, storage.written, strict=True)
         )
         self._waiting += nbytes
         self._writes.append([max(seconds, nbytes / self._machine.drives_link), nbytes])
