@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fpga_offload.needs import needs_rtlsim
 from tests.oracles.fpga_backend import NumpyBackend
 from vllm_ssdkv.base.checksum import checksum_pages
 from vllm_ssdkv.base.errors import FpgaError, FpgaListError, WrongPagesError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.fpga_offload.backend import Limits
+from vllm_ssdkv.fpga_offload.rtlsim import RtlsimBackend
 from vllm_ssdkv.kernels.dense import CpuKernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, PartialState, Rows
 from vllm_ssdkv.kernels.operands.page_list import PageList
@@ -151,7 +153,12 @@ def test_a_broken_list_names_its_entry() -> None:
 
 
 @pytest.mark.parametrize("limits", [None, Limits(job_entries=3, jobs=5)])
-def test_pages_that_the_host_has_not_checked(limits: Limits | None) -> None:
+@pytest.mark.parametrize(
+    "backend", [NumpyBackend, pytest.param(RtlsimBackend, marks=needs_rtlsim(HEAD_SIZE, 2))]
+)
+def test_pages_that_the_host_has_not_checked(
+    backend: type[NumpyBackend | RtlsimBackend], limits: Limits | None
+) -> None:
     """One flipped bit in any page is found, before anything is folded."""
     memory, layout = blocks(3, 16, torch.float16)
     rows = Rows.build([0, 1], [1, 2], [1000, 100], [0, 1], [2, 3])
@@ -159,7 +166,8 @@ def test_pages_that_the_host_has_not_checked(limits: Limits | None) -> None:
     pages = at[:, None] + (np.arange(8) * layout.page_stride_bytes).astype(np.uint64)
     digests = checksum_pages(pages.ravel(), layout.page_payload_bytes).reshape(3, 8)
     query = torch.randn(3, 4, HEAD_SIZE).to(torch.float16)
-    kernels = FpgaKernels(backend_of(4, torch.float16, limits), counters := Counters())
+    shape = kernel_shape(4, KV_HEADS, HEAD_SIZE, torch.float16)
+    kernels = FpgaKernels(backend(shape, limits), counters := Counters())
     unchecked = BlockSource(None, at, position, digests)
     found, wanted = copies(started(query))
     kernels.attend(query, found, rows, unchecked, layout, 0.125)
