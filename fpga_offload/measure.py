@@ -138,7 +138,7 @@ def simulator_version() -> str:
 
 
 def main() -> None:
-    """Measure every shape that is built, and put the results in place of those of the same kernels."""
+    """Measure every shape that is built; in the file its rows replace those of the same kernels."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=FOLDER / CYCLES, help="file to write")
     output = parser.parse_args().output
