@@ -160,6 +160,7 @@ class SparfResult:
         pages: Entries of the context with a chosen token, int64 [partials].
         partials: Where it attended.
         cycles: That the kernel took; 0: not known.
+        beats: Of 64 bytes that it read from pages and channel pages; 0: not known.
     """
 
     masks: NDArray[np.uint32]
@@ -170,6 +171,7 @@ class SparfResult:
     pages: NDArray[np.int64]
     partials: Partials | None = None
     cycles: int = 0
+    beats: int = 0
 
 
 class Backend(Protocol):

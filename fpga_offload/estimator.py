@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.fpga_offload.cards import (
@@ -55,8 +56,12 @@ class SparfReads:
     def share(self, head_size: int) -> float:
         """Share of the bytes of K and V that both steps read together."""
         missed = max(0.0, 1 - self.channels / head_size) ** self.page_channels
-        pages = self.budget if self.by_page else 1 - (1 - self.budget) ** PAGE_TOKENS
-        return (1 - missed) / 2 + pages
+        return (1 - missed) / 2 + self.pages
+
+    @property
+    def pages(self) -> float:
+        """Share of the bytes of K and V that the second step reads."""
+        return self.budget if self.by_page else 1 - (1 - self.budget) ** PAGE_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,11 @@ class DecodeStep:
         return self.jobs * self.tokens * self.head_size * 2 * _ELEMENT_BYTES
 
     @property
+    def attended_bytes(self) -> float:
+        """Bytes of the pages that are attended to."""
+        return self.nbytes * (1.0 if self.sparf is None else self.sparf.pages)
+
+    @property
     def read_bytes(self) -> float:
         """Bytes of pages that the step reads."""
         return self.nbytes * (1.0 if self.sparf is None else self.sparf.share(self.head_size))
@@ -111,6 +121,8 @@ class KernelCycles:
         job: Cycles of a job beside its pages.
         beat: Cycles of a beat.
         error: Largest relative distance of a simulated run from the line.
+        token: Cycles of a token of the context, for SparF's first step; then only the second
+            step's pages count as beats. 0: all that is read counts.
     """
 
     name: str
@@ -118,10 +130,11 @@ class KernelCycles:
     job: float
     beat: float
     error: float = 0.0
+    token: float = 0.0
 
-    def cycles(self, jobs: float, nbytes: float) -> float:
-        """Cycles of so many jobs with so many bytes of pages together."""
-        return self.job * jobs + self.beat * nbytes / BEAT_BYTES
+    def cycles(self, jobs: float, nbytes: float, tokens: float = 0.0) -> float:
+        """Cycles of so many jobs with so many bytes of pages, and tokens, together."""
+        return self.job * jobs + self.beat * nbytes / BEAT_BYTES + self.token * tokens
 
     def bandwidth(self, clock: float) -> float:
         """Bytes/s of pages in long jobs."""
@@ -148,6 +161,37 @@ def simulated_cycles(
     Raises:
         BenchError: fewer than two lengths of it were simulated.
     """
+    mine = _runs(rows, kernel, head_size, group, dtype)
+    beats = np.array([row.nbytes / BEAT_BYTES for row in mine], np.float64)
+    # A bus moves one beat a cycle at best.
+    job, beat, error = _line(mine, beats, least=1.0)
+    return KernelCycles("RTL", "simulated", job, beat, error)
+
+
+def simulated_sparf(
+    rows: Sequence[Cycles], *, head_size: int, group: int, dtype: str = "float16"
+) -> KernelCycles:
+    """Both steps of SparF: a line over tokens for the first, one over beats for the second.
+
+    The first step is that of the simulated runs: so many channels were chosen as there.
+
+    Raises:
+        BenchError: as :func:`simulated_cycles`.
+    """
+    shape = {"head_size": head_size, "group": group}
+    second = simulated_cycles(rows, kernel="sparf_second", dtype=dtype, **shape)
+    mine = _runs(rows, "sparf_first", head_size, group, dtype)
+    tokens = np.array([row.tokens for row in mine], np.float64)
+    job, token, error = _line(mine, tokens, least=0.0)
+    return KernelCycles(
+        second.name, "simulated", second.job + job, second.beat, max(error, second.error), token
+    )
+
+
+def _runs(
+    rows: Sequence[Cycles], kernel: str, head_size: int, group: int, dtype: str
+) -> list[Cycles]:
+    """Simulated runs of one kernel, at two lengths or more."""
     mine = [
         row
         for row in rows
@@ -160,16 +204,26 @@ def simulated_cycles(
             f"{kernel} with d = {head_size}, G = {group}, {dtype} was not simulated at two "
             f"lengths; (d, G) simulated: {_list(known)}"
         )
-    cycles = np.array([row.cycles for row in mine], np.float64)
-    beats = np.array([row.nbytes / BEAT_BYTES for row in mine], np.float64)
+    return mine
+
+
+def _line(
+    rows: Sequence[Cycles], sizes: NDArray[np.float64], *, least: float
+) -> tuple[float, float, float]:
+    """Cycles of a job and of a unit of its size, and the largest relative error of a run.
+
+    Args:
+        rows: Simulated runs.
+        sizes: Of each.
+        least: That a unit takes.
+    """
+    cycles = np.array([row.cycles for row in rows], np.float64)
     # Divided by the cycles, each run's error is relative.
-    columns = np.stack([1 / cycles, beats / cycles], axis=1)
-    (job, beat), *_ = np.linalg.lstsq(columns, np.ones(len(mine)), rcond=None)
-    # A bus moves one beat a cycle at best, and no job takes less than none.
-    line = KernelCycles("RTL", "simulated", max(float(job), 0.0), max(float(beat), 1.0))
-    found = np.array([line.cycles(1, row.nbytes) for row in mine])
-    error = float(np.abs(found / cycles - 1).max())
-    return KernelCycles(line.name, line.origin, line.job, line.beat, error)
+    columns = np.stack([1 / cycles, sizes / cycles], axis=1)
+    (job, unit), *_ = np.linalg.lstsq(columns, np.ones(len(rows)), rcond=None)
+    # No job takes less than none.
+    job, unit = max(float(job), 0.0), max(float(unit), least)
+    return job, unit, float(np.abs((job + unit * sizes) / cycles - 1).max())
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +269,7 @@ def estimate(step: DecodeStep, card: Card, kernel: KernelCycles, cards: int = 1)
     nbytes = step.read_bytes / cards
     flash_s = nbytes / card.flash.value
     memory_s = None if card.memory is None else _PASSES * nbytes / card.memory.value
-    kernel_s = kernel.cycles(step.jobs, nbytes) / card.clock.value
+    kernel_s = _cycles(step, kernel, cards) / card.clock.value
     attend_s = max(kernel_s, memory_s or 0.0)
     whole, rest = divmod(nbytes, card.chunk_bytes)
     chunk, end = card.chunk_bytes / nbytes, rest / nbytes
@@ -228,6 +282,12 @@ def estimate(step: DecodeStep, card: Card, kernel: KernelCycles, cards: int = 1)
     chunks = int(whole) + bool(rest)
     start_s = card.start.value * chunks
     return Estimate(flash_s, memory_s, kernel_s, start_s, total + start_s, chunks)
+
+
+def _cycles(step: DecodeStep, kernel: KernelCycles, cards: int) -> float:
+    """Of each card."""
+    nbytes = step.attended_bytes if kernel.token else step.read_bytes
+    return kernel.cycles(step.jobs, nbytes / cards, step.jobs * step.tokens / cards)
 
 
 def attend_bandwidth(card: Card, kernel: KernelCycles) -> float:

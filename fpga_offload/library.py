@@ -154,6 +154,7 @@ class KernelBackend(ABC):
             choices["pages"].astype(np.int64),
             partials,
             int(status["cycles"]),
+            int(status["beats"]),
         )
 
     @abstractmethod

@@ -27,7 +27,8 @@ class Cycles:
     """Cycles of one run of a simulated kernel: one job, one KV head.
 
     Attributes:
-        kernel: ``attend``; ``sparf``, both steps; ``sparf_second``, its second step alone.
+        kernel: ``attend``; ``sparf``, both steps; ``sparf_first``, what it takes to choose;
+            ``sparf_second``, attention to what was chosen alone.
         head_size: Channels of a head.
         group: Query heads of a KV head.
         dtype: Of K and V, as ``description.DTYPES``.
@@ -67,7 +68,7 @@ class Cells:
     """Cells of one synthesised design.
 
     Attributes:
-        design: ``core``, ``attend``, ``sparf``, ``topk``, ``filter``, ``checksum``, ``axi``.
+        design: Of ``synth.DESIGNS``.
         family: Of Yosys' ``synth_xilinx``: ``xcup`` or ``xc7``.
         head_size: Channels of a head.
         group: Query heads of a KV head.

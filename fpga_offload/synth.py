@@ -51,6 +51,9 @@ class Design:
 DESIGNS: Final[Mapping[str, Design]] = {
     "core": Design("attention_core", head_size=True, group=True),
     "attend": Design("attend", head_size=True, group=True),
+    "sparf": Design("sparf", head_size=True, group=True),
+    "scores": Design("channel_scores", head_size=True, group=True),
+    "mass": Design("token_mass", group=True),
     "axi": Design("page_reader", head_size=True),
     "filter": Design("row_filter"),
     "topk": Design("argtopk"),

@@ -322,18 +322,7 @@ def run_bench(
             large the model's KV is; or the slowed drive is too slow for it.
     """
     _require_bandwidth(max(LENGTHS) * bytes_per_token(model), slow["bandwidth"], len(directories))
-    hit = bytes_per_token(model) * (max(LENGTHS) + CHUNK)
-    # What is stored, and what each of the other engines adds to it; headers and padding on top.
-    asked = (len(DRIVES) * len(LOADS) + 1) * (repeats * sum(LENGTHS) + sum(WARM_UP))
-    content = asked * bytes_per_token(model) * 5 // 4
-    capacity = 64 * MIB + max(GIB, content) // len(directories)
-    job: dict[str, Any] = {
-        "model": str(model),
-        "devices": [{"path": str(path), "capacity": capacity} for path in directories],
-        "repeats": repeats,
-        "dram_bytes": max(GIB, 4 * hit),
-        "hbm_bytes": max(128 * MIB, hit),
-    }
+    job = _job(model, directories, repeats, engines=len(DRIVES) * len(LOADS) + 1)
     run = functools.partial(run_measurement, "bench_ttft", environment=ONE_THREAD)
     tell("filling a store")
     run("fill", {**job, "load": "always", "throttle": []})
@@ -343,6 +332,37 @@ def run_bench(
             tell(f"drive {drive}, load {load}")
             rows += run("measure", {**job, "drive": drive, "throttle": throttle, "load": load})
     return rows
+
+
+def slowed_hits(
+    model: Path, directories: Sequence[Path], slow: dict[str, float], repeats: int
+) -> list[dict[str, Any]]:
+    """The same on slowed drives alone, with ``load: always``: a row per length.
+
+    Raises:
+        BenchError: see :func:`run_bench`.
+    """
+    _require_bandwidth(max(LENGTHS) * bytes_per_token(model), slow["bandwidth"], len(directories))
+    job = _job(model, directories, repeats, engines=2)
+    run = functools.partial(run_measurement, "bench_ttft", environment=ONE_THREAD)
+    run("fill", {**job, "load": "always", "throttle": []})
+    return run("measure", {**job, "drive": DRIVES[1], "throttle": [slow], "load": "always"})
+
+
+def _job(model: Path, directories: Sequence[Path], repeats: int, *, engines: int) -> dict[str, Any]:
+    """Common part of all engines."""
+    hit = bytes_per_token(model) * (max(LENGTHS) + CHUNK)
+    # What is stored, and what each of the other engines adds to it; headers and padding on top.
+    asked = engines * (repeats * sum(LENGTHS) + sum(WARM_UP))
+    content = asked * bytes_per_token(model) * 5 // 4
+    capacity = 64 * MIB + max(GIB, content) // len(directories)
+    return {
+        "model": str(model),
+        "devices": [{"path": str(path), "capacity": capacity} for path in directories],
+        "repeats": repeats,
+        "dram_bytes": max(GIB, 4 * hit),
+        "hbm_bytes": max(128 * MIB, hit),
+    }
 
 
 def _require_bandwidth(hit: int, bandwidth: float, drives: int) -> None:

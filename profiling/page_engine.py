@@ -30,6 +30,7 @@ class PageEngine:
         selector, sparse: Options.
         block_tokens: Of vLLM's blocks.
         throttle: Option io.throttle.
+        deadline: Option io.deadline; None: its default.
     """
 
     model: Path
@@ -41,6 +42,7 @@ class PageEngine:
     sparse: Mapping[str, object]
     block_tokens: int
     throttle: Sequence[Mapping[str, object]] = field(default=())
+    deadline: float | None = None
 
     def settings(self, longest: int, rows: int, dtype: str) -> dict[str, object]:
         """Keyword arguments of ``vllm.LLM``, for ``rows`` requests of ``longest`` tokens."""
@@ -65,6 +67,9 @@ class PageEngine:
 
     def options(self) -> dict[str, object]:
         """Options of this package."""
+        io: dict[str, object] = {"staging": STAGING, "throttle": list(self.throttle)}
+        if self.deadline is not None:
+            io["deadline"] = self.deadline
         return {
             "mode": "page",
             "devices": [
@@ -74,5 +79,5 @@ class PageEngine:
             "hbm_window_tokens": self.window,
             "selector": self.selector,
             "sparse": {"exact_below": 0, **self.sparse},
-            "io": {"staging": STAGING, "throttle": list(self.throttle)},
+            "io": io,
         }

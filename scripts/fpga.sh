@@ -50,7 +50,7 @@ install_lock() {
 # Of both kernels, and what `sparf` has beside them.
 parts=(float softmax attention_core row_filter page_reader checksum digest_writer record_writer memory_errors
   control_registers list_reader attend)
-sparf_parts=(argtopk channel_choice channel_scores sparf)
+sparf_parts=(argtopk channel_choice channel_scores token_mass mean_mix sparf)
 
 sources() {
   echo fpga_offload/generated/ssdkv_fpga.svh "$bundle"

@@ -66,6 +66,7 @@ LARGER = {
     "vllm_ssdkv/cli/bench/offload.py offload": _COMMAND,
     "vllm_ssdkv/cli/fpga/estimate.py estimate": _COMMAND,
     "vllm_ssdkv/cli/fpga/simulate.py simulate": _COMMAND,
+    "vllm_ssdkv/cli/plan/plan.py plan": _COMMAND,
     "vllm_ssdkv/cli/profile/profile.py profile": _COMMAND,
     "vllm_ssdkv/connector/attention_backend.py PagedAttentionImpl.__init__": _VLLM,
     "vllm_ssdkv/connector/attention_backend.py PagedAttentionImpl.forward": _VLLM,

@@ -132,7 +132,7 @@ module attend #(parameter D = 128, parameter G = 1) (
     reg [63:0] beats_before;
     wire core_idle, core_valid, core_ready, core_last, writer_ready;
     page_reader #(.D(D)) reader(.clk(clk), .rst(rst), .start(job_start), .pages(pages), .v_offset(v_offset),
-        .use_mask((flags & ssdkv_fpga::FLAG_MASK) != 0), .whole(checked), .entry_valid(entry_valid),
+        .use_mask((flags & ssdkv_fpga::FLAG_MASK) != 0), .keys_only(1'b0), .whole(checked), .entry_valid(entry_valid),
         .entry_ready(entry_ready), .entry(entry), .entries_end(entries_started && entry_index == entry_end),
         .stop(failed), .broken(broken), .broken_code(broken_code),
         .broken_place(broken_place), .quiet(quiet), .row_valid(row_valid), .row_is_value(row_is_value),
@@ -143,7 +143,7 @@ module attend #(parameter D = 128, parameter G = 1) (
         .rvalid(page_rvalid), .rready(page_rready), .rdata(page_rdata));
     reg core_reset;
     attention_core #(.D(D), .G(G)) core(.clk(clk), .rst(rst || core_reset), .start(job_start),
-        .bf16((flags & ssdkv_fpga::FLAG_BFLOAT16) != 0), .scale_log2e(scale_log2e),
+        .bf16((flags & ssdkv_fpga::FLAG_BFLOAT16) != 0), .score_scale({G{scale_log2e}}),
         .q_valid(state == QUERY && list_valid), .q_data(list_data), .row_valid(row_valid),
         .row_is_value(row_is_value), .row_last(row_last), .row_beat(row_beat), .row_data(row_data),
         .finish(finish && entries_started), .idle(core_idle), .out_valid(core_valid), .out_ready(core_ready), .out_last(core_last),

@@ -9,7 +9,7 @@ module attention_core #(parameter LANES = 32, parameter D = 128, parameter G = 1
     input  wire                rst,
     input  wire                start,
     input  wire                bf16,
-    input  wire [31:0]         scale_log2e,
+    input  wire [32*G-1:0]     score_scale,    // of the scores, by head: in base 2 where values follow
     input  wire                q_valid,        // one beat of queries, all heads one after another
     input  wire [16*LANES-1:0] q_data,
     input  wire                row_valid,      // a whole row waits
@@ -19,6 +19,9 @@ module attention_core #(parameter LANES = 32, parameter D = 128, parameter G = 1
     input  wire [16*LANES-1:0] row_data,
     input  wire                finish,         // no row is left
     output wire                idle,
+    output wire                score_valid,    // one token's, in order
+    output wire [32*G-1:0]     scores,
+    output reg  [32*G-1:0]     l,              // with the first beat of the partial
     output reg                 out_valid,
     input  wire                out_ready,
     output wire                out_last,
@@ -190,8 +193,9 @@ module attention_core #(parameter LANES = 32, parameter D = 128, parameter G = 1
         weighted_valid <= rst ? 4'd0 : {weighted_valid[2:0], x_valid && x_value};
         weighted_first <= {weighted_first[2:0], x_first};
     end
-    wire [32*G-1:0] scores, p, maximum;
+    wire [32*G-1:0] p, maximum;
     wire [G-1:0] scores_valid;
+    assign score_valid = scores_valid[0];
     softmax #(.G(G), .LB(LB)) powers(.clk(clk), .rst(rst), .start(start), .length_valid(lengths != 0),
         .length(length0), .length_taken(length_taken), .score_valid(scores_valid[0]), .score(scores),
         .p_done(p_done), .seen(seen), .shift(shift), .maximum(maximum), .p_bank(d_bank), .p_row(d_row), .p(p));
@@ -216,7 +220,7 @@ module attention_core #(parameter LANES = 32, parameter D = 128, parameter G = 1
         add_sequence #(.N(NB)) sequence_sum(.clk(clk), .rst(rst), .in_valid(tree_valid), .x(tree_sum),
             .out_valid(row_valid_sum), .y(row_sum));
         zkf_mul #(.WEXP(8), .WMAN(24), .STAGE_PRODUCT(1), .STAGE_PACK(1), .STAGE_OUTPUT(1)) scaling(.clk(clk),
-            .rst(rst), .in_valid(row_valid_sum), .a(row_sum), .b(scale_log2e), .out_valid(scores_valid[g]),
+            .rst(rst), .in_valid(row_valid_sum), .a(row_sum), .b(score_scale[32*g +: 32]), .out_valid(scores_valid[g]),
             .y(scores[32*g +: 32]));
         wire [31:0] head_p = p[32*g +: 32];
         wire [8:0] head_shift = now_shift[9*g +: 9];
@@ -240,7 +244,6 @@ module attention_core #(parameter LANES = 32, parameter D = 128, parameter G = 1
 
     // Two beats of a circulating row, and behind the last one m and l.
     reg [32*LANES-1:0] held;
-    reg [32*G-1:0] l;
     integer h;
     always @(posedge clk) if (state == FETCH && fetch_phase) begin
         held <= sums[32*LANES*out_head +: 32*LANES];

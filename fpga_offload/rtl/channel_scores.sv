@@ -23,6 +23,8 @@ module channel_scores #(parameter D = 128, parameter G = 1, parameter LN = 16) (
     input  wire [7:0]      ask_channel,
     output wire [7:0]      sum_place,         // for their queries
     input  wire [32*G-1:0] reduced,
+    output reg             logit_valid,       // of a token, all heads
+    output reg  [32*G-1:0] logit,
     output reg             key_valid,
     output reg  [31:0]     key,
     output wire            done,              // level: no key comes any more
@@ -241,29 +243,27 @@ module channel_scores #(parameter D = 128, parameter G = 1, parameter LN = 16) (
     wire [512*G-1:0] drain_row = logits[drain_beat[2:0]];
     wire [32*G-1:0] sums;
     wire [G-1:0] sums_valid;
-    reg [32*G-1:0] token_logits;
-    reg token_valid;
     integer k;
     always @(posedge clk) begin
-        token_valid <= drain && !rst && !start;
-        for (k = 0; k < G; k = k + 1) token_logits[32*k +: 32] <= drain_row[512*k + 32*drain_lane +: 32];
+        logit_valid <= drain && !rst && !start;
+        for (k = 0; k < G; k = k + 1) logit[32*k +: 32] <= drain_row[512*k + 32*drain_lane +: 32];
     end
-    assign sums[31:0] = token_logits[31:0];
-    assign sums_valid[0] = token_valid;
+    assign sums[31:0] = logit[31:0];
+    assign sums_valid[0] = logit_valid;
     generate for (g = 1; g < G; g = g + 1) begin : add
         // The head's logits wait for the sum of those before it.
         reg [32*7*g-1:0] delayed;
-        always @(posedge clk) delayed <= {delayed[32*7*g-33:0], token_logits[32*g +: 32]};
-        wire [31:0] logit = g == 1 ? token_logits[32*g +: 32] : delayed[32*7*(g-1)-1 -: 32];
+        always @(posedge clk) delayed <= {delayed[32*7*g-33:0], logit[32*g +: 32]};
+        wire [31:0] addend = g == 1 ? logit[32*g +: 32] : delayed[32*7*(g-1)-1 -: 32];
         add_single one(.clk(clk), .rst(rst || start), .in_valid(sums_valid[g-1]), .a(sums[32*(g-1) +: 32]),
-            .b(logit), .out_valid(sums_valid[g]), .y(sums[32*g +: 32]));
+            .b(addend), .out_valid(sums_valid[g]), .y(sums[32*g +: 32]));
     end endgenerate
     wire [31:0] score = sums[32*(G-1) +: 32];
     wire [31:0] bits = score == 32'h80000000 ? 32'd0 : score;
     reg [31:0] scored;
     reg [7:0] behind;                         // cycles in which nothing was on its way
     wire busy = ask != END || waiting != 0 || turn || tiles_waiting != 0 || full || filling || beat_valid
-        || token_valid || sums_valid != 0 || last_beats != 0;
+        || logit_valid || sums_valid != 0 || last_beats != 0;
     assign done = behind == 8'd96;            // longer than the way from a beat to its key
     always @(posedge clk) begin
         key_valid <= sums_valid[G-1] && !rst && !start;

@@ -14,6 +14,7 @@ module page_reader #(parameter D = 128, parameter DEPTH = 512) (
     input  wire [63:0]  pages,            // base of the addresses
     input  wire [31:0]  v_offset,
     input  wire         use_mask,
+    input  wire         keys_only,        // no V is read
     input  wire         whole,
     // entries, in order
     input  wire         entry_valid,
@@ -149,7 +150,8 @@ module page_reader #(parameter D = 128, parameter DEPTH = 512) (
             if (key_block_last) begin
                 list_done <= held_last;
                 have_previous <= 1;
-                if (have_previous || held_last) begin
+                if (keys_only) all_issued <= held_last;
+                else if (have_previous || held_last) begin
                     do_value <= 1;
                     value_bank_q <= have_previous ? !bank : bank;
                 end else bank <= !bank;

@@ -2,8 +2,8 @@
 // from its channel pages, the tokens with the largest sums of them, and attention to those and the window,
 // behind the row filter. Ports as of `attend`, and one for channel pages.
 //
-// Of the description it leaves out: choice by page, groups of channels, the mean V, and all that needs the
-// mass of tokens: alpha, lse and window_mass are NaN.
+// The window's logits come from the attention core, whose queries are masked to the chosen channels for
+// them; queries are read again for the attention.
 `default_nettype none
 module sparf #(parameter D = 128, parameter G = 1) (
     input  wire         clk,
@@ -35,7 +35,6 @@ module sparf #(parameter D = 128, parameter G = 1) (
     localparam WORDS = 64;
     localparam LN = 16;
     localparam LP = LN - 4;                    // of pages
-    localparam [31:0] NAN = 32'h7fc00000;
 
     wire [32*WORDS-1:0] words;
     wire go;
@@ -50,6 +49,7 @@ module sparf #(parameter D = 128, parameter G = 1) (
     wire [63:0] entries = words[8*ssdkv_fpga::REG_SPARF_ENTRIES +: 64];
     wire [63:0] jobs = words[8*ssdkv_fpga::REG_SPARF_JOBS +: 64];
     wire [63:0] channels = words[8*ssdkv_fpga::REG_SPARF_CHANNELS +: 64];
+    wire [63:0] mean_value = words[8*ssdkv_fpga::REG_SPARF_MEAN_VALUE +: 64];
     wire [63:0] out = words[8*ssdkv_fpga::REG_SPARF_OUT +: 64];
     wire [63:0] masks = words[8*ssdkv_fpga::REG_SPARF_MASKS +: 64];
     wire [63:0] choices = words[8*ssdkv_fpga::REG_SPARF_CHOICES +: 64];
@@ -58,6 +58,7 @@ module sparf #(parameter D = 128, parameter G = 1) (
     wire [31:0] entry_count = words[8*ssdkv_fpga::REG_SPARF_ENTRY_COUNT +: 32];
     wire [31:0] channel_count = words[8*ssdkv_fpga::REG_SPARF_CHANNEL_COUNT +: 32];
     wire [31:0] block_tokens = words[8*ssdkv_fpga::REG_SPARF_BLOCK_TOKENS +: 32];
+    wire [31:0] page_tokens = words[8*ssdkv_fpga::REG_SPARF_PAGE_TOKENS +: 32];
     wire [31:0] keep_channels = words[8*ssdkv_fpga::REG_SPARF_KEEP_CHANNELS +: 32];
     wire [31:0] channel_group = words[8*ssdkv_fpga::REG_SPARF_CHANNEL_GROUP +: 32];
     wire [31:0] sinks = words[8*ssdkv_fpga::REG_SPARF_SINKS +: 32];
@@ -69,23 +70,32 @@ module sparf #(parameter D = 128, parameter G = 1) (
     wire attends = (flags & ssdkv_fpga::FLAG_ATTEND) != 0;
     wire with_window = (flags & ssdkv_fpga::FLAG_WINDOW) != 0;
 
-    // Arguments, by their places in the call.
+    wire by_page = (flags & ssdkv_fpga::FLAG_BY_PAGE) != 0;
+    wire with_mean = (flags & ssdkv_fpga::FLAG_MEAN_VALUE) != 0;
+
+    // Arguments, by their places in the call. Groups of channels are powers of two, as d is.
+    reg [3:0] together;                        // log2 of channel_group
     reg [31:0] wrong;
+    integer i;
     always @* begin
+        together = 0;
+        for (i = 1; i <= $clog2(D); i = i + 1) if (channel_group == 1 << i) together = i;
         wrong = 0;
-        if ((flags & (ssdkv_fpga::FLAG_BY_PAGE | ssdkv_fpga::FLAG_MEAN_VALUE)) != 0 || (with_window && !attends))
-            wrong = 22;
+        if ((with_window && !attends) || (with_mean && !with_window)) wrong = 22;
         if (v_offset < 32 * D || v_offset[5:0] != 0) wrong = 19;
-        if (keep_channels == 0 || keep_channels > D) wrong = 16;
-        if (channel_group != 1) wrong = 17;
+        if (keep_channels == 0 || keep_channels > D || (keep_channels & (channel_group - 1)) != 0) wrong = 16;
+        if (channel_group != 1 << together) wrong = 17;
+        if (by_page && (page_tokens == 0 || page_tokens[3:0] != 0)) wrong = 15;
         if (block_tokens == 0 || block_tokens[3:0] != 0 || block_tokens > ssdkv_fpga::MAX_SPARF_TOKENS) wrong = 14;
         if (job_count > ssdkv_fpga::MAX_JOBS) wrong = 11;
     end
+    reg [31:0] block_rest;                     // of block_tokens, less whole pages
 
-    localparam [4:0] IDLE = 0, CHECK = 1, JOB = 2, JOB_BEAT = 3, JOB_CHECK = 4, QUERY = 5, CHOOSE = 6, SCORE = 7,
-        SELECT = 8, MASKS = 9, MASKS_SENT = 10, SAY = 11, SAID = 12, ENTRIES = 13, WINDOW = 14, RUN = 15, OUT = 16,
-        NEXT = 17, STOP = 18, STATUS = 19, STATUS_WAIT = 20;
-    reg [4:0] state;
+    localparam [5:0] IDLE = 0, CHECK = 1, DIVIDE = 2, JOB = 3, JOB_BEAT = 4, JOB_CHECK = 5, QUERY = 6, CHOOSE = 7,
+        SCORE = 8, WINDOW_QUERY = 9, WINDOW_KEYS = 10, WINDOW_SCORE = 11, SUM = 12, PAGES_MASS = 13, SELECT = 14,
+        EXPAND = 15, WEIGH = 16, MASKS = 17, MASKS_SENT = 18, SAY = 19, SAID = 20, QUERY_AGAIN = 21, MEAN = 22,
+        ENTRIES = 23, WINDOW = 24, RUN = 25, OUT = 26, NEXT = 27, STOP = 28, STATUS = 29, STATUS_WAIT = 30;
+    reg [5:0] state;
     reg [31:0] code, place, job;
     reg [63:0] cycles;
     reg [511:0] job_beat;
@@ -152,38 +162,80 @@ module sparf #(parameter D = 128, parameter G = 1) (
         if (listed != NONE && list_valid) waiting[put[4:0]] <= list_data;
     end
 
-    // Steps 1 to 3.
+    // Steps 1 to 4.
     wire job_start = state == QUERY && list_start;
-    wire choice_done, score_ready, key_valid, scores_done, scores_quiet, select_ready, take_valid, take, select_done;
+    wire core_start = (state == WINDOW_QUERY || state == QUERY_AGAIN) && list_start;
+    wire choice_done, score_ready, logit_valid, key_valid, scores_done, scores_quiet, select_ready, take_valid, take,
+        select_done;
     wire [7:0] ask_place, ask_channel, sum_place;
-    wire [32*G-1:0] reduced;
+    wire [32*G-1:0] reduced, logit, factors;
+    wire [D-1:0] channel_mask;
     wire [31:0] key;
     wire [63:0] channel_beats;
     wire [63:0] block_address = item_beat[64*lane +: 64] + channel_pages;
     wire block_bad = listed == CHANNELS && item_valid && (block_address == 0 || block_address[4:0] != 0);
-    reg broken_channels, core_reset, scores_start, load_end;
-    channel_choice #(.D(D), .G(G)) choice(.clk(clk), .rst(rst || core_reset), .start(job_start), .bf16(bf16),
-        .scale(scale), .keep(keep_channels[8:0]), .q_valid(state == QUERY && list_valid), .q_data(list_data),
-        .done(choice_done), .channel_place(ask_place), .channel(ask_channel), .place(sum_place), .reduced(reduced));
-    channel_scores #(.D(D), .G(G)) scores(.clk(clk), .rst(rst || core_reset), .start(scores_start), .bf16(bf16),
+    reg broken_channels, core_reset, parts_reset, scores_start, load_end;
+    channel_choice #(.D(D), .G(G)) choice(.clk(clk), .rst(rst || parts_reset), .start(job_start), .bf16(bf16),
+        .scale(scale), .keep(keep_channels[8:0]), .together(together), .q_valid(state == QUERY && list_valid),
+        .q_data(list_data), .done(choice_done), .chosen_mask(channel_mask), .factors(factors),
+        .channel_place(ask_place), .channel(ask_channel), .place(sum_place), .reduced(reduced));
+    channel_scores #(.D(D), .G(G)) scores(.clk(clk), .rst(rst || parts_reset), .start(scores_start), .bf16(bf16),
         .keep(keep_channels[8:0]), .block_tokens(block_tokens), .sinks(sinks),
         .block_valid(listed == CHANNELS && item_valid && !block_bad && !broken_channels), .block_ready(score_ready),
         .block_address(block_address), .blocks_end(items_left == 0 || broken_channels), .ask_place(ask_place),
-        .ask_channel(ask_channel), .sum_place(sum_place), .reduced(reduced), .key_valid(key_valid), .key(key),
-        .done(scores_done), .quiet(scores_quiet), .beats(channel_beats), .arvalid(channel_arvalid),
-        .arready(channel_arready), .araddr(channel_araddr), .arlen(channel_arlen), .rvalid(channel_rvalid),
-        .rready(channel_rready), .rdata(channel_rdata));
-    argtopk #(.LN(LN)) select(.clk(clk), .rst(rst || core_reset), .start(job_start), .ready(select_ready),
-        .key_valid(key_valid), .key(key), .load_end(load_end),
-        .keep(keep > context_tokens ? context_tokens[LN:0] : keep[LN:0]), .out_valid(take_valid), .out_take(take),
-        .done(select_done));
+        .ask_channel(ask_channel), .sum_place(sum_place), .reduced(reduced), .logit_valid(logit_valid), .logit(logit),
+        .key_valid(key_valid), .key(key), .done(scores_done), .quiet(scores_quiet), .beats(channel_beats),
+        .arvalid(channel_arvalid), .arready(channel_arready), .araddr(channel_araddr), .arlen(channel_arlen),
+        .rvalid(channel_rvalid), .rready(channel_rready), .rdata(channel_rdata));
 
-    // What is taken, by page.
+    wire window_scoring = state == WINDOW_SCORE;
+    wire core_scored, summed, page_key_valid, paged, weighed;
+    wire [32*G-1:0] core_scores, alpha, rest, lse;
+    wire [31:0] page_key, window_mass;
+    reg sum_start, pages_start, window_start;
+    wire token_valid, token_taken;
+    token_mass #(.G(G), .LN(LN)) mass(.clk(clk), .rst(rst || parts_reset), .start(job_start),
+        .logit_valid(window_scoring ? core_scored : logit_valid), .logit(window_scoring ? core_scores : logit),
+        .sum(sum_start), .summed(summed), .pages(pages_start), .page_tokens(page_tokens),
+        .context_tokens(context_tokens[LN:0]), .sinks(sinks), .key_valid(page_key_valid), .key(page_key), .paged(paged),
+        .weigh_valid(token_valid), .weigh_take(token_taken), .weigh_window(window_start), .done(weighed), .lse(lse),
+        .alpha(alpha), .rest(rest), .window_mass(window_mass));
+    argtopk #(.LN(LN)) select(.clk(clk), .rst(rst || parts_reset), .start(job_start), .ready(select_ready),
+        .key_valid(by_page ? page_key_valid : key_valid), .key(by_page ? page_key : key), .load_end(load_end),
+        .keep(keep >> LN != 0 ? {1'b1, {LN{1'b0}}} : keep[LN:0]), .emit(state == SELECT), .out_valid(take_valid),
+        .out_take(take), .done(select_done));
+
+    // Pages that are taken, as tokens.
+    reg page_taken [0:(1<<LP)-1];
+    reg [LP:0] page_at;
+    reg [LN:0] expand_at;
+    reg [31:0] in_page;
+    reg expanded, expanded_take;
+    wire expand = state == EXPAND && {{(31-LN){1'b0}}, expand_at} != context_tokens;
+    always @(posedge clk) begin
+        if (take_valid) page_taken[page_at[LP-1:0]] <= take;
+        expanded <= expand;
+        expanded_take <= page_taken[page_at[LP-1:0]];
+        if (job_start || select_done) page_at <= 0;
+        else if (take_valid && by_page) page_at <= page_at + 1'b1;
+        else if (expand && in_page + 1 == page_tokens) page_at <= page_at + 1'b1;
+        if (state != EXPAND) begin
+            expand_at <= 0;
+            in_page <= 0;
+        end else if (expand) begin
+            expand_at <= expand_at + 1'b1;
+            in_page <= in_page + 1 == page_tokens ? 0 : in_page + 1;
+        end
+    end
+    assign token_valid = by_page ? expanded : take_valid;
+    assign token_taken = by_page ? expanded_take : take;
+
+    // What is taken, by entry.
     reg [15:0] chosen [0:(1<<LP)-1];
     reg [15:0] taking;
     reg [LN-1:0] token;
     reg [31:0] tokens_chosen, pages_chosen;
-    wire [15:0] taken = {take, taking[15:1]};
+    wire [15:0] taken = {token_taken, taking[15:1]};
     reg [LP-1:0] mask_at;
     reg [15:0] mask_read;
     always @(posedge clk) begin
@@ -191,13 +243,13 @@ module sparf #(parameter D = 128, parameter G = 1) (
             token <= 0;
             tokens_chosen <= 0;
             pages_chosen <= 0;
-        end else if (take_valid) begin
+        end else if (token_valid) begin
             token <= token + 1'b1;
             taking <= taken;
-            tokens_chosen <= tokens_chosen + take;
+            tokens_chosen <= tokens_chosen + token_taken;
             if (token[3:0] == 15 && taken != 0) pages_chosen <= pages_chosen + 1;
         end
-        if (take_valid && token[3:0] == 15) chosen[token[LN-1:4]] <= taken;
+        if (token_valid && token[3:0] == 15) chosen[token[LN-1:4]] <= taken;
         mask_read <= chosen[mask_at];
     end
 
@@ -212,10 +264,11 @@ module sparf #(parameter D = 128, parameter G = 1) (
     wire write_ready;
     wire mask_sent = state == MASKS_SENT && mask_full && write_ready;
 
-    // Entries of the context with their masks, then those of the window.
+    // Entries of the context with their masks, then those of the window. Pages of the context are whole.
     wire [127:0] plain = item_beat[128*lane[1:0] +: 128];
     reg window_now, entries_started;
-    wire [127:0] entry = {window_now ? 32'h0000ffff : {16'd0, chosen[item[LP-1:0]]}, plain[95:0]};
+    wire [31:0] plain_tokens = window_now || plain[95:64] == 16 ? plain[95:64] : 32'd17;
+    wire [127:0] entry = {window_now ? 32'h0000ffff : {16'd0, chosen[item[LP-1:0]]}, plain_tokens, plain[63:0]};
     wire entry_ready;
     assign item_taken = listed == CHANNELS ? score_ready || (item_valid && (block_bad || broken_channels))
                                            : item_valid && entry_ready;
@@ -227,37 +280,56 @@ module sparf #(parameter D = 128, parameter G = 1) (
     reg [63:0] beats_before;
     wire [63:0] all_beats = beats + (channel_beats >> 1);   // of 64 bytes
     wire core_idle, core_valid, core_ready, core_last;
+    wire [32*G-1:0] core_l;
     reg last_list;                             // no entry comes behind those of the list
-    page_reader #(.D(D)) reader(.clk(clk), .rst(rst), .start(job_start), .pages(pages), .v_offset(v_offset),
-        .use_mask(1'b1), .whole(1'b0), .stop(failed), .hold(1'b0), .entry_valid(listed == PAGES && item_valid), .entry_ready(entry_ready), .entry(entry),
+    page_reader #(.D(D)) reader(.clk(clk), .rst(rst), .start(core_start), .pages(pages), .v_offset(v_offset),
+        .use_mask(1'b1), .keys_only(window_scoring || state == WINDOW_KEYS), .whole(1'b0), .stop(failed), .hold(1'b0),
+        .entry_valid(listed == PAGES && item_valid), .entry_ready(entry_ready), .entry(entry),
         .entries_end(entries_started && last_list && items_left == 0), .broken(broken), .broken_code(broken_code),
         .broken_place(broken_place), .quiet(quiet), .row_valid(row_valid), .row_is_value(row_is_value),
         .row_last(row_last), .row_beat(row_beat), .row_data(row_data), .finish(finish), .beats(beats),
         .arvalid(page_arvalid), .arready(page_arready), .araddr(page_araddr), .arlen(page_arlen),
         .rvalid(page_rvalid), .rready(page_rready), .rdata(page_rdata));
-    attention_core #(.D(D), .G(G)) core(.clk(clk), .rst(rst || core_reset), .start(job_start), .bf16(bf16),
-        .scale_log2e(scale_log2e), .q_valid(state == QUERY && list_valid), .q_data(list_data), .row_valid(row_valid),
-        .row_is_value(row_is_value), .row_last(row_last), .row_beat(row_beat), .row_data(row_data),
-        .finish(finish && entries_started), .idle(core_idle), .out_valid(core_valid), .out_ready(core_ready),
-        .out_last(core_last), .out_data(core_data));
+    // Queries, for the window those of the chosen channels.
+    reg [$clog2(NB)-1:0] query_beat;
+    reg [511:0] query_data;
+    integer e;
+    always @(posedge clk) query_beat <= core_start ? 0 : query_beat + list_valid;
+    always @* for (e = 0; e < 32; e = e + 1)
+        query_data[16*e +: 16] = state != WINDOW_QUERY || channel_mask[{query_beat, e[4:0]}] ? list_data[16*e +: 16] : 16'd0;
+    attention_core #(.D(D), .G(G)) core(.clk(clk), .rst(rst || core_reset), .start(core_start), .bf16(bf16),
+        .score_scale(window_scoring ? factors : {G{scale_log2e}}),
+        .q_valid((state == WINDOW_QUERY || state == QUERY_AGAIN) && list_valid), .q_data(query_data),
+        .row_valid(row_valid), .row_is_value(row_is_value), .row_last(row_last), .row_beat(row_beat),
+        .row_data(row_data), .finish(finish && entries_started && state != WINDOW_SCORE && state != WINDOW_KEYS),
+        .idle(core_idle), .score_valid(core_scored), .scores(core_scores), .l(core_l), .out_valid(core_valid),
+        .out_ready(core_ready), .out_last(core_last), .out_data(core_data));
+    reg [6:0] scoring;                         // cycles until the last score is there, behind the last row
+    wire out_valid, out_ready, out_last;
+    wire [511:0] out_data;
+    mean_mix #(.D(D), .G(G)) mix(.clk(clk), .rst(rst), .start(core_start), .enable(with_mean),
+        .mean_valid(state == MEAN && list_valid), .mean_data(list_data), .alpha(alpha), .rest(rest), .total(core_l),
+        .in_valid(core_valid), .in_ready(core_ready), .in_last(core_last), .in_data(core_data),
+        .out_valid(out_valid), .out_ready(out_ready), .out_last(out_last), .out_data(out_data));
 
     reg write_start, write_status, write_choice, choice_half;
     reg [63:0] write_address;
     reg [15:0] write_beats;
     wire writer_idle;
     wire [511:0] status_beat = {256'd0, all_beats - beats_before, cycles, job, 32'(ssdkv_fpga::VERSION), place, code};
-    wire [511:0] said = choice_half ? {416'd0, pages_chosen, tokens_chosen, NAN}
-                                    : {{(8-G){32'd0}}, {G{NAN}}, {(8-G){32'd0}}, {G{NAN}}};
+    wire [255:0] said_lse = {{(256-32*G){1'b0}}, lse}, said_alpha = {{(256-32*G){1'b0}}, alpha};
+    wire [511:0] said = choice_half ? {416'd0, pages_chosen, tokens_chosen, window_mass} : {said_lse, said_alpha};
     wire sends_masks = state == MASKS_SENT;
-    assign core_ready = write_ready && state == OUT;
+    assign out_ready = write_ready && state == OUT;
     record_writer writer(.clk(clk), .rst(rst), .start(write_start), .address(write_address), .beats(write_beats),
-        .idle(writer_idle), .in_valid(write_status || write_choice || (sends_masks ? mask_full : state == OUT && core_valid)),
+        .idle(writer_idle), .in_valid(write_status || write_choice || (sends_masks ? mask_full : state == OUT && out_valid)),
         .in_ready(write_ready),
-        .in_data(write_status ? status_beat : write_choice ? said : sends_masks ? mask_beat : core_data),
+        .in_data(write_status ? status_beat : write_choice ? said : sends_masks ? mask_beat : out_data),
         .in_strobe(sends_masks ? mask_strobe : {64{1'b1}}), .awvalid(out_awvalid), .awready(out_awready),
         .awaddr(out_awaddr), .awlen(out_awlen), .wvalid(out_wvalid), .wready(out_wready), .wdata(out_wdata),
         .wstrb(out_wstrb), .wlast(out_wlast), .bvalid(out_bvalid), .bready(out_bready));
 
+    wire [57:0] q_address = q[63:6] + times(job_query, QUERY_BEATS);
     wire [63:0] channels_from = channels + {29'd0, first_channels, 3'd0};
     wire [63:0] channels_to = channels_from + {29'd0, blocks, 3'd0} + 63;
     reg [31:0] list_first, list_count;         // entries of the context, or of the window
@@ -270,6 +342,10 @@ module sparf #(parameter D = 128, parameter G = 1) (
         core_reset <= 0;
         scores_start <= 0;
         load_end <= 0;
+        parts_reset <= 0;
+        sum_start <= 0;
+        pages_start <= 0;
+        window_start <= 0;
         cycles <= cycles + 1;
         if (item_taken) begin
             items_left <= items_left - 1;
@@ -295,10 +371,18 @@ module sparf #(parameter D = 128, parameter G = 1) (
                 broken_channels <= 0;
             end
             CHECK: begin
-                state <= wrong == 0 ? JOB : STOP;
+                state <= wrong != 0 ? STOP : by_page ? DIVIDE : JOB;
                 code <= wrong == 0 ? ssdkv_fpga::STATUS_OK : ssdkv_fpga::STATUS_ARGUMENT;
                 place <= wrong;
+                block_rest <= block_tokens;
             end
+            DIVIDE: if (block_rest == 0) state <= JOB;
+                else if (block_rest >= page_tokens) block_rest <= block_rest - page_tokens;
+                else begin
+                    state <= STOP;
+                    code <= ssdkv_fpga::STATUS_ARGUMENT;
+                    place <= 15;
+                end
             JOB: if (job == job_count || failed) state <= STOP;
                 else if (job[0]) state <= JOB_CHECK;
                 else begin
@@ -321,7 +405,7 @@ module sparf #(parameter D = 128, parameter G = 1) (
                 state <= QUERY;
                 list_start <= 1;
                 reading <= 0;
-                list_address <= q[63:6] + times(job_query, QUERY_BEATS);
+                list_address <= q_address;
                 list_beats <= QUERY_BEATS;
             end
             QUERY: if (!list_start && list_idle) state <= CHOOSE;
@@ -346,12 +430,51 @@ module sparf #(parameter D = 128, parameter G = 1) (
                 end
                 if (!scores_start && broken_channels && items_left == 0) state <= STOP;
                 else if (!scores_start && !list_start && scores_done && list_idle && select_ready) begin
-                    state <= SELECT;
+                    state <= WINDOW_QUERY;
                     listed <= NONE;
-                    load_end <= 1;
+                    load_end <= !by_page;
+                    list_start <= 1;
+                    reading <= 0;
+                    list_address <= q_address;
+                    list_beats <= QUERY_BEATS;
+                    list_first <= first_window;
+                    list_count <= window_entries;
+                    window_now <= 1;
+                    last_list <= 1;
                 end
             end
+            WINDOW_QUERY: if (!list_start && list_idle) state <= WINDOW_KEYS;
+            WINDOW_SCORE: begin
+                scoring <= finish && !row_valid && !row_beat ? scoring - 7'd1 : 7'd112;
+                if (broken) begin
+                    state <= STOP;
+                    code <= broken_code;
+                    place <= first_window + broken_place;
+                end else if (scoring == 0) begin
+                    state <= SUM;
+                    sum_start <= 1;
+                    core_reset <= 1;
+                    listed <= NONE;
+                    entries_started <= 0;
+                end
+            end
+            SUM: if (summed) begin
+                state <= by_page ? PAGES_MASS : SELECT;
+                pages_start <= by_page;
+            end
+            PAGES_MASS: if (paged) begin
+                state <= SELECT;
+                load_end <= 1;
+            end
             SELECT: if (select_done) begin
+                state <= by_page ? EXPAND : WEIGH;
+                window_start <= !by_page;
+            end
+            EXPAND: if (!expand && !expanded) begin
+                state <= WEIGH;
+                window_start <= 1;
+            end
+            WEIGH: if (weighed && !window_start) begin
                 state <= context_pages == 0 ? SAY : MASKS;
                 mask_at <= 0;
             end
@@ -400,13 +523,26 @@ module sparf #(parameter D = 128, parameter G = 1) (
                 if (write_ready) choice_half <= 1;
                 if (!write_start && writer_idle) begin
                     write_choice <= 0;
-                    state <= attends ? ENTRIES : NEXT;
+                    state <= attends ? QUERY_AGAIN : NEXT;
                     window_now <= 0;
                     last_list <= !with_window;
+                    list_start <= attends;
+                    reading <= 0;
+                    list_address <= q_address;
+                    list_beats <= QUERY_BEATS;
                 end
             end
-            ENTRIES, WINDOW: if (list_idle && !list_start) begin
-                state <= RUN;
+            QUERY_AGAIN: if (!list_start && list_idle) begin
+                state <= with_mean ? MEAN : ENTRIES;
+                list_start <= with_mean;
+                reading <= 6;
+                list_address <= mean_value[63:6] + times(job_out, 2 * NB);
+                list_beats <= 2 * NB;
+            end
+            MEAN: if (!list_start && list_idle) state <= ENTRIES;
+            ENTRIES, WINDOW, WINDOW_KEYS: if (list_idle && !list_start) begin
+                state <= state == WINDOW_KEYS ? WINDOW_SCORE : RUN;
+                scoring <= 7'd112;
                 entries_started <= 1;
                 listed <= PAGES;
                 item <= 0;
@@ -430,25 +566,25 @@ module sparf #(parameter D = 128, parameter G = 1) (
                 listed <= NONE;
                 list_first <= first_window;
                 list_count <= window_entries;
-            end else if (core_valid && writer_idle) begin
+            end else if (out_valid && writer_idle) begin
                 state <= OUT;
                 write_start <= 1;
                 written <= 7;
                 write_address <= out + times(job_out, 64 * PARTIAL_BEATS);
                 write_beats <= PARTIAL_BEATS;
             end
-            OUT: if (core_valid && core_ready && core_last) state <= NEXT;
+            OUT: if (out_valid && out_ready && out_last) state <= NEXT;
             NEXT: begin
                 state <= JOB;
                 job <= job + 1;
                 listed <= NONE;
                 entries_started <= 0;
-                core_reset <= !attends;        // it has taken queries, and waits for rows
             end
             STOP: begin
                 if (list_idle && quiet && scores_quiet && writer_idle) begin
                     state <= STATUS;
                     core_reset <= 1;
+                    parts_reset <= 1;
                     if (failed) begin
                         code <= ssdkv_fpga::STATUS_MEMORY;
                         place <= failed_place;

@@ -22,6 +22,7 @@ from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
 from vllm_ssdkv.connector.scheduler.pending_writes import PendingWrites
 from vllm_ssdkv.connector.scheduler.rewriter import Rewriter
 from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
+from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameState
 from vllm_ssdkv.store.devices.wear import WearLedger
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
@@ -123,6 +124,7 @@ class LiveStore:
         self._writing: dict[int, bytes] = {}
         self._loading: dict[str, GroupLoad] = {}
         self._running: deque[str] = deque()
+        self._ended: list[int] = []
         self._names = 0
         self._jobs = 0
 
@@ -156,6 +158,7 @@ class LiveStore:
             load = self._loading.pop(outcome.request_id)
             self._rewriter.loaded(outcome.request_id, load, lasting=True)
             self._index.unpin(load.slots)
+            self._ended.append(int(outcome.request_id))
             self._running.append(outcome.request_id)
             if len(self._running) > RUNNING:
                 self._rewriter.forget(self._running.popleft())
@@ -177,11 +180,11 @@ class LiveStore:
         gone = [slot for slot in slots if self._index.state(slot) is SlotState.FREE]
         self._tiers.abandon(np.array(gone, dtype=np.int64))
 
-    def store(self, most: int) -> None:
-        """Have up to ``most`` slots with new content in flight."""
+    def store(self, most: int) -> list[bytes]:
+        """Have up to ``most`` slots with new content in flight; keys of those that are new."""
         count = most - len(self._writing)
         if count <= 0:
-            return
+            return []
         slots = self._index.allocate(min(count, self._index.available()))
         held = len(self._tiers.reserve_frames(slots, wait=False))
         self._index.unpin(slots[held:])
@@ -193,20 +196,28 @@ class LiveStore:
             self._writing[slot] = key
             self._writes.add(slot, self._index.epoch(slot))
         self._tiers.flush(slots, self._index.epochs(slots), keys)
+        return keys
 
     def load(self, keys: Sequence[bytes]) -> int:
         """Begin to read what the store has of these, as one job; how many it has.
 
-        They come from the devices: DRAM forgets them first, except while blocks are rewritten, as
-        it would not in an engine. Their writes must have ended.
+        They come from the devices: DRAM forgets them first, as it would not in an engine, except
+        what is being read or written. Their own writes must have ended. The job's number is
+        :attr:`job`.
         """
         found = [(key, slot) for key in keys for slot in self._index.lookup([key]).tolist()]
         if not found:
             return 0
         slots = np.array([slot for _, slot in found], dtype=np.int64)
         self._index.pin(slots)
-        if not self._writes:
-            self._tiers.frames.forget(slots)
+        frames = self._tiers.frames
+        clean = [
+            slot
+            for slot in slots.tolist()
+            if (frame := frames.frame_of(slot)) != NO_FRAME
+            and frames.state(frame) is FrameState.CLEAN
+        ]
+        frames.forget(np.array(clean, dtype=np.int64))
         self._jobs += 1
         name, keys = str(self._jobs), tuple(key for key, _ in found)
         self._loading[name] = GroupLoad(slots, keys, slots + 1, len(slots))
@@ -218,14 +229,30 @@ class LiveStore:
         return self._index.find(key) is not None
 
     @property
+    def job(self) -> int:
+        """Number of the newest job of :meth:`load`."""
+        return self._jobs
+
+    def take_ended(self) -> list[int]:
+        """Numbers of jobs whose end :meth:`step` has seen since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    @property
     def loads(self) -> int:
         """Jobs that were asked for whose end :meth:`step` has not seen."""
         return len(self._loading)
 
     def moved(self) -> float:
         """Bytes that devices have read and written so far, as far as somebody waited for them."""
-        names = ("bytes_read", "bytes_written")
-        return sum(self.counters.total(n, device=p) for n in names for p in self._shares.paths)
+        return self._bytes("bytes_read") + self._bytes("bytes_written")
+
+    def read(self) -> float:
+        """Bytes that devices have read so far, likewise."""
+        return self._bytes("bytes_read")
+
+    def _bytes(self, name: str) -> float:
+        return sum(self.counters.total(name, device=path) for path in self._shares.paths)
 
     def finish(self) -> None:
         """Wait until nothing is in flight.

@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -18,9 +19,10 @@ from rich.console import Console
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.profiling.page_engine import STAGING
 from vllm_ssdkv.profiling.recall.child_process import PhaseError, environment, run_process, tail
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
-from vllm_ssdkv.profiling.recall.run import Batch, RecallRun
+from vllm_ssdkv.profiling.recall.run import BLOCK_TOKENS, Batch, RecallRun
 
 SPARSE: Final = tuple(
     name for name in get_args(SSDKVConfig.model_fields["selector"].annotation) if name != "exact"
@@ -29,6 +31,11 @@ SPARSE: Final = tuple(
 WINDOW: Final = 64
 """Tokens: so short that short contexts choose, too."""
 _TIMEOUT_S: Final = 3600.0
+_FRAMES: Final = 2 * MIB
+"""DRAM beside that for contexts: the write buffer."""
+
+_LEAST: Final = 2 * MIB
+"""DRAM for contexts, however short they are."""
 
 Row = dict[str, Any]
 
@@ -120,3 +127,34 @@ def recall_plan(
         sparse=sparse,
         throttle=tuple(throttle),
     )
+
+
+def dram_share_plan(
+    places: Sequence[str], selector: str, asked: Batch, machine: Row, content: int
+) -> RecallRun:
+    """An engine whose DRAM is a share of what is asked for, whatever the selector does with it: the
+    store divides it as it does without being told. What comes on top are the channels by which
+    ``sparf`` scores, half of the KV with what belongs to them, where requests choose.
+    """
+    longest = max(machine["longest"], asked.context + (asked.tokens or 0))
+    context = max(machine["longest"], asked.context)
+    held = int(machine["dram"] * context * asked.count * bytes_per_token())
+    dram = STAGING + _FRAMES + max(_LEAST, held)
+    sparse: dict[str, object] = {
+        "budget": machine["budget"],
+        "floor": min(machine["budget"], 1 / 32),
+        "reuse_steps": machine["reuse_steps"],
+        "reuse_similarity": machine["reuse_similarity"],
+    }
+    if machine["short_exact"]:
+        sparse["exact_below"] = None
+    throttle = [machine["model"]]
+    window = machine["window_tokens"]
+    plan = recall_plan(
+        places, selector, [asked], dram, sparse, throttle, window=window, content=content
+    )
+    config = SSDKVConfig.from_extra_config(plan.options())
+    if config.scores_channels and longest >= config.exact_below:
+        blocks = asked.count * longest // BLOCK_TOKENS + asked.count
+        dram += blocks * BLOCK_TOKENS * bytes_per_token() * 9 // 16
+    return replace(plan, dram_bytes=dram, longest=machine["longest"])

@@ -24,6 +24,7 @@ from vllm_ssdkv.profiling.recall import recall
 from vllm_ssdkv.profiling.recall.recall import DTYPE
 
 if TYPE_CHECKING:
+    from vllm_ssdkv.connector.worker.worker import SSDKVWorker
     from vllm_ssdkv.profiling.recall.device_time import DeviceTime
 
 BLOCK_TOKENS: Final = 16
@@ -71,6 +72,9 @@ class RecallRun:
         compare_every: Attention is compared with exact attention in every so manieth step in which
             tokens are decoded; 0: never.
         block_tokens: Of vLLM's blocks.
+        slow_prompts: Whether drives are throttled while prompts are stored, too: a prompt of page
+            mode reads all of its chunks again for each of them.
+        deadline: Option io.deadline; None: its default.
     """
 
     stores: tuple[str, ...]
@@ -86,6 +90,8 @@ class RecallRun:
     drafts: int = 0
     compare_every: int = 0
     block_tokens: int = BLOCK_TOKENS
+    slow_prompts: bool = True
+    deadline: float | None = None
 
     @classmethod
     def from_json(cls, text: str) -> RecallRun:
@@ -124,6 +130,7 @@ class RecallRun:
             self.sparse,
             self.block_tokens,
             self.throttle,
+            self.deadline,
         )
 
     def options(self) -> dict[str, object]:
@@ -149,6 +156,8 @@ def run(plan: RecallRun, events: TextIO) -> None:
         worker.layer_ended = device_time.layer_ended
     found = []
     for number, batch in enumerate(plan.batches):
+        if batch.stored:
+            _store(llm.llm_engine, batch, number, None if plan.slow_prompts else worker)
         profiler = cProfile.Profile() if plan.profile else None
         figures = {**_ask(llm, batch, number, profiler, device_time), **_profile(profiler)}
         if deviation is not None:
@@ -171,9 +180,6 @@ def _ask(
     """Figures of a batch. *Decoding* is what comes after every request has its first token, or if
     the prompts are stored, its second: a first step brings in what later ones find in DRAM."""
     engine, questions, idle = llm.llm_engine, batch.questions(), worker_metrics(device_time)
-    if batch.stored:
-        for _ in _answers(engine, f"{number}.stored", [(q, 1) for q in questions]):
-            pass
     first = 2 if batch.stored else 1
     tokens: dict[int, tuple[int, ...]] = {}
     begun: tuple[float, int, dict[str, float]] | None = None
@@ -212,6 +218,24 @@ def _ask(
         "decoding": {name: value - known.get(name, 0) for name, value in last.items()},
         **({} if profiler is None else python.figures(half)),
     }
+
+
+def _store(
+    engine: Any,  # noqa: ANN401 - vLLM's
+    batch: Batch,
+    number: int,
+    fast: SSDKVWorker | None,
+) -> None:
+    """Ask the prompts once, for one token each. ``fast``: its drives are not slowed meanwhile."""
+    from vllm_ssdkv.store.io.testing.throttled import ThrottledEngine
+
+    twin = fast.store.files.engine if fast is not None else None
+    if isinstance(twin, ThrottledEngine):
+        twin.change(())
+    for _ in _answers(engine, f"{number}.stored", [(q, 1) for q in batch.questions()]):
+        pass
+    if fast is not None and isinstance(twin, ThrottledEngine):
+        twin.change(fast.config.io.engine_options().throttle)
 
 
 def _profile(profiler: cProfile.Profile | None) -> dict[str, object]:

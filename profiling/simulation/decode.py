@@ -53,6 +53,9 @@ class System:
         spill_tokens: Tokens between two writes; what waits lies in DRAM.
         x_share: Of the batch that keeps inputs of layers in place of KV.
         whole_kv_back: Whether all KV goes back after each layer, not only what is new.
+        writes_first: Whether new rows are written before attention, on each drive one by one.
+        relay: Bytes/s of a copy in DRAM. All of a layer comes through it, after the drives and
+            before the link: none of the three works beside another. None: no such copy.
         overlaps: Whether copies run beside computing; else one thing is done at a time.
         rest_s: Seconds of a step that nothing here explains.
     """
@@ -67,6 +70,8 @@ class System:
     spill_tokens: int = 16
     x_share: float = 0.0
     whole_kv_back: bool = False
+    writes_first: bool = False
+    relay: float | None = None
     overlaps: bool = True
     rest_s: float = 0.0
 
@@ -74,6 +79,16 @@ class System:
         """Check what contradicts itself. Raises ConfigError."""
         if self.attends == "drives" and self.kv != "drives":
             raise ConfigError(f"{self.name}: attends: drives do not attend to KV in {self.kv}")
+        if self.kv != "drives" and (self.writes_first or self.relay is not None):
+            raise ConfigError(
+                f"{self.name}: relay, writes_first: KV lies in {self.kv}; they are of KV on drives"
+            )
+        if self.writes_first and self.whole_kv_back:
+            raise ConfigError(
+                f"{self.name}: writes_first, whole_kv_back: one of both, not rows and everything"
+            )
+        if self.relay is not None and self.relay <= 0:
+            raise ConfigError(f"{self.name}: relay: got {self.relay}; bytes/s above 0, or none")
         for name in ("near_share", "read_share", "x_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{self.name}: {name}: got {getattr(self, name)}; 0 to 1")
@@ -92,6 +107,8 @@ class Setting:
         tokens: Of each context, without the newest one.
         in_hbm: Part of KV that lies in the accelerator's memory, whatever the system's place is.
         in_dram: Part of KV that lies in DRAM.
+        seed: Of latencies, each drawn for a drive and a layer: the slowest drive is waited for.
+            None: every piece has the median.
     """
 
     machine: Machine
@@ -101,6 +118,7 @@ class Setting:
     tokens: int
     in_hbm: float = 0.0
     in_dram: float = 0.0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         """Check sizes. Raises ConfigError."""
@@ -168,6 +186,7 @@ class _Run:
         self.up, self.down = Server(self.env, "link up"), Server(self.env, "link down")
         self.in_, self.out = Server(self.env, "chassis up"), Server(self.env, "chassis down")
         self.drives = [Server(self.env, f"drive {n}") for n in range(setting.storage.count)]
+        self.relay, self.copying = Server(self.env, "relay"), simpy.PriorityResource(self.env, 1)
         self.layers = range(setting.model.attention_layers())
         # Attention to what lies on drives: of the accelerator, of the drives, to the end of both.
         self.own_s = self.near_s = self.longer_s = 0.0
@@ -192,6 +211,8 @@ class _Run:
 
     def _result(self, tokens: int) -> StepResult:
         servers = [self.gpu, self.up, self.down, self.in_, self.out, *self.drives]
+        if self.system.relay is not None:
+            servers.append(self.relay)
         if self.system.rest_s:
             self.env.run(self.env.now + self.system.rest_s)
         usage = {server.name: server.usage() for server in servers}
@@ -212,6 +233,8 @@ class _Run:
                 # Weights wait with KV; without them there is nothing to begin with.
                 yield kv[layer]
             yield from self.gpu.work(work.projection_s)
+            if self.system.writes_first:
+                yield from self._write_rows(2 * layer + 1)
             if self.system.attends == "drives":
                 begin = self.env.now
                 near = self.env.process(self._attend_near(2 * layer + 1))
@@ -224,11 +247,12 @@ class _Run:
                 yield kv[layer]
                 yield from self.gpu.work(work.attention_s)
             yield from self.gpu.work(work.mlp_s)
-            writes.append(
-                self.env.process(self._write(LAST + layer, work.new_bytes, work.new_writes))
-            )
-            if not self.system.overlaps:
-                yield writes[-1]
+            if not self.system.writes_first:
+                writes.append(
+                    self.env.process(self._write(LAST + layer, work.new_bytes, work.new_writes))
+                )
+                if not self.system.overlaps:
+                    yield writes[-1]
 
     def _ahead(
         self, begun: list[simpy.Event], arrived: list[simpy.Event], fetch: Callable[[int], Events]
@@ -247,9 +271,12 @@ class _Run:
         """Bring what the accelerator needs for a layer: KV, or X, and weights."""
         work, parts, order = self.work, [], 2 * layer
         if work.fetched_bytes and self.system.kv == "drives":
-            parts += [
-                self._from_drive(n, work.fetched_bytes, order) for n in range(len(self.drives))
-            ]
+            if self.system.relay is not None:
+                parts.append(self._relayed(work.fetched_bytes, self.system.relay, order))
+            else:
+                parts += [
+                    self._from_drive(n, work.fetched_bytes, order) for n in range(len(self.drives))
+                ]
         elif work.fetched_bytes and self.system.kv == "dram":
             parts.append(self._over(self.up, work.fetched_bytes, order))
         if work.dram_bytes:
@@ -258,14 +285,34 @@ class _Run:
             parts.append(self._over(self.up, work.host_bytes, order))
         yield self._all(parts)
 
+    def _relayed(self, nbytes: float, rate: float, order: int) -> Events:
+        """Bring KV of a layer by one worker: all of each stage, then the next one.
+
+        Drives and their link are one stage: bytes go over it as they are read.
+        """
+        with self.copying.request(priority=order) as turn:
+            yield turn
+            drives = [self._read(n, nbytes, order) for n in range(len(self.drives))]
+            yield self._all([*drives, self._over(self.in_, nbytes, order)])
+            yield from self.relay.work(nbytes / rate, nbytes=nbytes, order=order)
+            yield from self._over(self.up, nbytes, order)
+
     def _from_drive(self, number: int, nbytes: float, order: int) -> Events:
+        share = self.on.storage.shares[number] * nbytes
+        yield from self._read(number, nbytes, order)
+        yield from self._over(self.in_, share, order)
+        yield from self._over(self.up, share, order)
+
+    def _latency_s(self, number: int, order: int) -> float:
+        device, seed = self.on.storage.devices[number], self.on.seed
+        return device.latency_s if seed is None else device.latency(f"{seed} {number} {order}")
+
+    def _read(self, number: int, nbytes: float, order: int) -> Events:
         device, share = self.on.storage.devices[number], self.on.storage.shares[number] * nbytes
         seconds = device.read_s(share, -int(-share // READ_BYTES))
         yield from self.drives[number].work(
-            seconds, nbytes=share, latency_s=device.latency_s, order=order
+            seconds, nbytes=share, latency_s=self._latency_s(number, order), order=order
         )
-        yield from self._over(self.in_, share, order)
-        yield from self._over(self.up, share, order)
 
     def _attend_near(self, order: int) -> Events:
         """Send q, k and v, let all drives attend to what they hold, and get the output."""
@@ -279,10 +326,11 @@ class _Run:
 
     def _attend_on(self, number: int, order: int) -> Events:
         device = self.on.storage.devices[number]
-        share = self.on.storage.shares[number] * self.work.near_bytes
-        seconds = device.attend_s(share)
+        part = self.on.storage.shares[number]
+        share = part * self.work.near_bytes
+        seconds = device.attend_s(share) + part * self.work.jobs * device.job_s
         yield from self.drives[number].work(
-            seconds, nbytes=share, latency_s=device.latency_s, order=order
+            seconds, nbytes=share, latency_s=self._latency_s(number, order), order=order
         )
 
     def _write(self, order: int, nbytes: float, writes: float) -> Events:
@@ -298,6 +346,21 @@ class _Run:
             yield self._all(
                 self._write_to(n, order, back + nbytes, writes) for n in range(len(self.drives))
             )
+
+    def _write_rows(self, order: int) -> Events:
+        """Write each new row by itself, and wait for it."""
+        work = self.work
+        if self.system.attends == "gpu":
+            yield from self._over(self.down, work.new_bytes, order)
+            yield from self._over(self.out, work.new_bytes, order)
+        yield self._all(self._rewrite_on(n, order) for n in range(len(self.drives)))
+
+    def _rewrite_on(self, number: int, order: int) -> Events:
+        device, share = self.on.storage.devices[number], self.on.storage.shares[number]
+        seconds = share * self.work.new_writes * device.rewrite_s
+        yield from self.drives[number].work(
+            seconds, nbytes=share * self.work.new_bytes, order=order
+        )
 
     def _write_to(self, number: int, order: int, nbytes: float, writes: float) -> Events:
         device, share = self.on.storage.devices[number], self.on.storage.shares[number]
@@ -356,6 +419,8 @@ class _Work:
         below = max(0.0, 1 - above) if system.kv != "hbm" else 0.0
         held = below * read * (1 - x)
         self.near_bytes = held * system.near_share if near else 0.0
+        # A KV head of a sequence is one of the drives' jobs.
+        self.jobs = batch * (1 - x) * model.kv_heads if self.near_bytes else 0.0
         self.fetched_bytes = below * x_bytes + held - self.near_bytes
         self.attended_bytes = self.near_bytes, held - self.near_bytes
         self.dram_bytes = on.in_dram * (read * (1 - x) + x_bytes)

@@ -50,7 +50,8 @@ class Drive(Description):
     """A drive that reads and writes. One queue; a request costs its bytes or its turn.
 
     Attributes:
-        latency_s: Seconds to the first byte, beside others: it occupies nobody.
+        latency_s: Seconds to the first byte, beside others: it occupies nobody. The median.
+        latency_p99_s: That 99 of 100 requests keep. None: all are alike.
         endurance_bytes: That may be written in its life.
     """
 
@@ -59,6 +60,7 @@ class Drive(Description):
     write_bandwidth: Positive
     iops: Positive
     latency_s: Positive
+    latency_p99_s: Positive | None = None
     capacity_bytes: Positive | None = None
     endurance_bytes: Positive | None = None
     price_usd: Positive | None = None
@@ -90,6 +92,11 @@ class Flash(Description):
     channel_bandwidth: Positive
     firmware_s: Positive
     link_bandwidth: Positive
+
+    @property
+    def rewrite_s(self) -> float:
+        """Seconds of a write of less than a page, with nothing beside it: read, then programmed."""
+        return self.firmware_s + self.read_s + self.program_s
 
     def as_drive(self, name: str) -> Drive:
         """The drive that it makes: the slowest of dies, channels and link.
@@ -124,15 +131,32 @@ class NearStorage(Description):
             product's throttled twins go by.
         attend_bandwidth: Bytes/s of K and V that its kernel attends to from its own memory.
         prefill_bandwidth: Bytes/s that are written while nobody reads.
+        flash: Name of the flash in it.
+        latency_p99_s: See :class:`Drive`.
+        kernels: Attention kernels beside each other; one, if not given.
+        clock_hz: Of these.
+        job_cycles: Cycles of a kernel from the end of a KV head to the beginning of the next one.
     """
 
     kind: ClassVar[str] = "near_storage"
     timing: DriveProfile
     attend_bandwidth: Positive | None = None
     prefill_bandwidth: Positive | None = None
+    flash: str | None = None
+    latency_p99_s: Positive | None = None
+    kernels: Whole | None = None
+    clock_hz: Positive | None = None
+    job_cycles: Positive | None = None
     capacity_bytes: Positive | None = None
     endurance_bytes: Positive | None = None
     price_usd: Positive | None = None
+
+    @property
+    def job_s(self) -> float:
+        """Seconds that a KV head costs beside its bytes; 0: not described."""
+        if self.job_cycles is None or self.clock_hz is None:
+            return 0.0
+        return self.job_cycles / self.clock_hz / (self.kernels or 1)
 
     @property
     def drive(self) -> DriveTiming:
@@ -144,11 +168,17 @@ class NearStorage(Description):
 
 
 class Host(Description):
-    """A server without its GPU and drives."""
+    """A server without its GPU and drives.
+
+    Attributes:
+        dram_bandwidth: Bytes/s of its memory; a copied byte takes three: it is read, its place is
+            fetched, and it is written.
+    """
 
     kind: ClassVar[str] = "hosts"
     clock_hz: Positive | None = None
     dram_bytes: Positive | None = None
+    dram_bandwidth: Positive | None = None
     price_usd: Positive | None = None
     chassis_usd: Positive | None = None
 
@@ -158,10 +188,16 @@ class IoPath(Description):
 
     Attributes:
         drive_bandwidth: Bytes/s that it gets from one drive, whatever the drive could.
+        request_s: Seconds of its one thread for each block.
+        in_flight: Blocks of a request that it reads beside each other. None: enough.
+        relayed: 1: all of a request is in DRAM before any of it goes to the accelerator.
     """
 
     kind: ClassVar[str] = "paths"
-    drive_bandwidth: Positive
+    drive_bandwidth: Positive | None = None
+    request_s: Positive | None = None
+    in_flight: Whole | None = None
+    relayed: Whole | None = None
 
 
 class StorageNode(Description):
@@ -170,6 +206,9 @@ class StorageNode(Description):
     Attributes:
         clock_hz: Of its processor.
         channels: Of its flash.
+        cores: That attend.
+        core_attend_bandwidth: Bytes/s of K and V that one of them attends to.
+        flash: Name of its flash; it has so many channels of it.
     """
 
     kind: ClassVar[str] = "nodes"
@@ -177,6 +216,22 @@ class StorageNode(Description):
     dram_bytes: Positive
     channels: Whole
     capacity_bytes: Positive
+    cores: Whole | None = None
+    core_attend_bandwidth: Positive | None = None
+    flash: str | None = None
+
+
+class Network(Description):
+    """A network between nodes, in one direction; the other way has as much.
+
+    Attributes:
+        bandwidth: Of one port.
+        latency_s: One way.
+    """
+
+    kind: ClassVar[str] = "networks"
+    bandwidth: Positive
+    latency_s: Positive
 
 
 class StoragePool(Description):
@@ -223,6 +278,25 @@ class Calibration(Description):
     sparse_read_share: Positive
 
 
+class Recorded(Description):
+    """Figures that the lab of clusters measured on traces: ``TraceFigures`` of papers/swarm_traces.
+
+    Attributes:
+        schedule_gain: Time of reads as they lie over that of the whole schedule.
+        dedup_gain: Pages that are read with every copy over those read once.
+        rule_nine: Growth of distances by Swarm's rule (9).
+        min_diff: By the nearest medoid.
+        min_size: By the smallest cluster.
+    """
+
+    kind: ClassVar[str] = "recorded"
+    schedule_gain: Positive
+    dedup_gain: Positive
+    rule_nine: Positive
+    min_diff: Positive
+    min_size: Positive
+
+
 class FlexGenCosts(Description):
     """Constants of FlexGen's cost model: bytes/s and FLOP/s.
 
@@ -258,8 +332,10 @@ KINDS: Final[tuple[type[Description], ...]] = (
     Host,
     IoPath,
     StorageNode,
+    Network,
     StoragePool,
     Calibration,
+    Recorded,
     FlexGenCosts,
 )
 _Kind = TypeVar("_Kind", bound=Description)

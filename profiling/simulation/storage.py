@@ -7,14 +7,38 @@ Rates of drives that attend are the product's own
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.offload.testing.drive_timing import DriveTiming
-from vllm_ssdkv.profiling.simulation.hardware import Drive, IoPath, NearStorage
+from vllm_ssdkv.profiling.simulation.hardware import (
+    Drive,
+    Flash,
+    IoPath,
+    NearStorage,
+    Network,
+    StorageNode,
+    find,
+)
 from vllm_ssdkv.store.placement.lanes import lanes_for
+
+NORMAL_P99: Final = 2.326
+"""Of a normal distribution: 99 of 100 lie below so many standard deviations."""
+
+
+def drawn(median_s: float, p99_s: float | None, draw: str) -> float:
+    """A latency by a log-normal distribution; the same ``draw`` gives the same one.
+
+    ``p99_s`` None: always the median.
+    """
+    if p99_s is None or p99_s <= median_s:
+        return median_s
+    spread = math.log(p99_s / median_s) / NORMAL_P99
+    return random.Random(draw).lognormvariate(math.log(median_s), spread)
 
 
 class Device(Protocol):
@@ -25,9 +49,23 @@ class Device(Protocol):
         """Seconds to the first byte, beside others."""
         ...
 
+    def latency(self, draw: str) -> float:
+        """One of its latencies; the same ``draw`` gives the same one."""
+        ...
+
     @property
     def rate(self) -> float:
         """Bytes/s that it reads at best."""
+        ...
+
+    @property
+    def job_s(self) -> float:
+        """Seconds that attention of one KV head costs beside its bytes."""
+        ...
+
+    @property
+    def rewrite_s(self) -> float:
+        """Seconds of one write of less than a page, with nothing beside it."""
         ...
 
     def read_s(self, nbytes: float, requests: int) -> float:
@@ -59,11 +97,27 @@ class PlainDrive:
         """See ``Device``."""
         return self.drive.latency_s
 
+    def latency(self, draw: str) -> float:
+        """See ``Device``."""
+        return drawn(self.drive.latency_s, self.drive.latency_p99_s, draw)
+
     @property
     def rate(self) -> float:
         """See ``Device``."""
         limit = self.drive.read_bandwidth
-        return limit if self.path is None else min(limit, self.path.drive_bandwidth)
+        if self.path is None or self.path.drive_bandwidth is None:
+            return limit
+        return min(limit, self.path.drive_bandwidth)
+
+    @property
+    def job_s(self) -> float:
+        """See ``Device``. None: it does not attend."""
+        return 0.0
+
+    @property
+    def rewrite_s(self) -> float:
+        """See ``Device``. The drive's memory takes it, as that of data centres is kept."""
+        return self.drive.latency_s + 1 / self.drive.iops
 
     def read_s(self, nbytes: float, requests: int) -> float:
         """See ``Device``."""
@@ -98,10 +152,26 @@ class AttendingDrive:
         """See ``Device``."""
         return self.timing.latency_s
 
+    def latency(self, draw: str) -> float:
+        """See ``Device``."""
+        return drawn(self.latency_s, self.described.latency_p99_s, draw)
+
     @property
     def rate(self) -> float:
         """See ``Device``."""
         return self.timing.read_bandwidth
+
+    @property
+    def job_s(self) -> float:
+        """See ``Device``."""
+        return self.described.job_s
+
+    @property
+    def rewrite_s(self) -> float:
+        """See ``Device``. The page is read, changed and programmed."""
+        if self.described.flash is None:
+            return self.latency_s + self.timing.write_s(1)
+        return find(Flash, self.described.flash).rewrite_s
 
     def read_s(self, nbytes: float, requests: int) -> float:
         """See ``Device``. Whole pages of flash, at least one for each request."""
@@ -118,6 +188,72 @@ class AttendingDrive:
     def prompt_s(self, nbytes: float) -> float:
         """See ``Device``."""
         return nbytes / (self.described.prefill_bandwidth or self.timing.write_bandwidth)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDrive:
+    """A drive in a storage node, which its processor attends for. The host reads over a network.
+
+    Example:
+        NodeDrive.of(find(StorageNode, "ssd-node"), find(Network, "ethernet-25g"))
+    """
+
+    drive: PlainDrive
+    network: Network
+    attend_bandwidth: float
+
+    @classmethod
+    def of(cls, node: StorageNode, network: Network) -> NodeDrive:
+        """The drive of a node that is described with its flash and cores.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if node.flash is None or node.cores is None or node.core_attend_bandwidth is None:
+            raise ConfigError(f"nodes: {node.name}: flash, cores, core_attend_bandwidth: missing")
+        flash = find(Flash, node.flash)
+        inside = flash.model_copy(update={"channels": node.channels}).as_drive(node.name)
+        return cls(PlainDrive(inside), network, node.cores * node.core_attend_bandwidth)
+
+    @property
+    def latency_s(self) -> float:
+        """See ``Device``. There and back."""
+        return self.drive.latency_s + 2 * self.network.latency_s
+
+    def latency(self, draw: str) -> float:
+        """See ``Device``."""
+        return self.drive.latency(draw) + 2 * self.network.latency_s
+
+    @property
+    def rate(self) -> float:
+        """See ``Device``."""
+        return min(self.drive.rate, self.network.bandwidth)
+
+    @property
+    def job_s(self) -> float:
+        """See ``Device``. In its rate already."""
+        return 0.0
+
+    @property
+    def rewrite_s(self) -> float:
+        """See ``Device``."""
+        return self.drive.rewrite_s + 2 * self.network.latency_s
+
+    def read_s(self, nbytes: float, requests: int) -> float:
+        """See ``Device``."""
+        return max(self.drive.read_s(nbytes, requests), nbytes / self.network.bandwidth)
+
+    def attend_s(self, nbytes: float) -> float:
+        """See ``Device``. Cores attend to what the flash brings."""
+        return max(self.drive.read_s(nbytes, 0), nbytes / self.attend_bandwidth)
+
+    def write_s(self, nbytes: float, requests: int) -> float:
+        """See ``Device``."""
+        return max(self.drive.write_s(nbytes, requests), nbytes / self.network.bandwidth)
+
+    def prompt_s(self, nbytes: float) -> float:
+        """See ``Device``."""
+        return self.write_s(nbytes, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,12 @@ class Tiers:
         """Bytes of all tiers together."""
         return sum(tier.nbytes for tier in self.tiers)
 
+    @property
+    def free_bytes(self) -> float:
+        """Bytes that nothing uses."""
+        pairs = zip(self.tiers, self._used, strict=True)
+        return sum(max(0.0, tier.nbytes - used) for tier, used in pairs)
+
     def check(self, name: str, nbytes: float) -> None:
         """Check that so much would fit if nothing else were there.
 
@@ -78,6 +84,20 @@ class Tiers:
         for index, part in enumerate(parts):
             self._used[index] += part
             self._most[index] = max(self._most[index], self._used[index])
+        return True
+
+    def grow(self, names: Sequence[str], nbytes: float) -> bool:
+        """Take so much more for each of these; False, and nothing is taken: no room for all."""
+        if nbytes * len(names) > self.free_bytes:
+            return False
+        for name in names:
+            left, parts = nbytes, self._placed[name]
+            for index, tier in enumerate(self.tiers):
+                part = min(left, max(0.0, tier.nbytes - self._used[index]))
+                parts[index] += part
+                self._used[index] += part
+                self._most[index] = max(self._most[index], self._used[index])
+                left -= part
         return True
 
     def free(self, name: str) -> None:

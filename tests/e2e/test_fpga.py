@@ -129,17 +129,24 @@ def stock() -> Tokens:
 
 
 @needs_rtlsim(64, 2)
+@pytest.mark.parametrize("selector", ["exact", "sparf"])
 def test_the_rtl_answers_too(
-    stock: Tokens, devices: Callable[..., list[dict[str, Any]]], tmp_path: Path
+    selector: str, stock: Tokens, devices: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     """A short question: its kernels are simulated clock by clock."""
     assert stock
     question = ask("single", 1024, 1)
-    made = Fpga(devices(1), "exact", tmp_path / "faults.json", backend="rtlsim", block=16)
+    options = {"budget": BUDGET, "summaries": "8MiB"} if selector == "sparf" else {}
+    made = Fpga(
+        devices(1), selector, tmp_path / "faults.json", options, dram="20MiB", backend="rtlsim"
+    )
+    made.block = 16
     made.start()
     try:
         assert made.answers(None, [question]) == [question.answer]
-        assert made.calls("attend") == LAYERS * (len(question.answer) - 1)
+        calls = LAYERS * (len(question.answer) - 1)
+        assert made.calls("attend") == calls
+        assert made.calls("sparf") == (calls if selector == "sparf" else 0)
         assert made.count("offload_in_use") == 1
     finally:
         made.engine.close()

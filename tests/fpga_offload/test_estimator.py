@@ -19,6 +19,7 @@ from vllm_ssdkv.fpga_offload.estimator import (
     estimate,
     hilos_cycles,
     simulated_cycles,
+    simulated_sparf,
 )
 from vllm_ssdkv.fpga_offload.results import Cycles
 from vllm_ssdkv.offload.testing.drive_timing import DRIVES
@@ -193,6 +194,26 @@ def test_sparf_reads_as_much_as_the_paper_says() -> None:
         for sparf in (None, by_page)
     )
     assert sparse.flash_s / dense.flash_s == pytest.approx(by_page.share(128))
+
+
+def test_sparf_takes_cycles_for_each_token_and_for_each_page() -> None:
+    rows = [
+        Cycles(kernel, 128, 4, "float16", tokens, nbytes, cycles)
+        for tokens in (1024, 4096)
+        for kernel, nbytes, cycles in (
+            ("sparf_first", tokens * 32, 500 + 6 * tokens),
+            ("sparf_second", tokens * 64, 300 + tokens),
+        )
+    ]
+    line = simulated_sparf(rows, head_size=128, group=4)
+    assert (line.job, line.beat, line.token) == pytest.approx((800, 1, 6))
+    step = dataclasses.replace(STEP, sparf=SparfReads(channels=16, budget=0.25, by_page=True))
+    card = CARDS["flash-controller"]
+    tokens = step.jobs * step.tokens
+    cycles = 800 * step.jobs + 6 * tokens + step.nbytes / 4 / 64
+    assert estimate(step, card, line).kernel_s == pytest.approx(cycles / card.clock.value)
+    with pytest.raises(BenchError, match="sparf_first with d = 128, G = 4"):
+        simulated_sparf(rows[1::2], head_size=128, group=4)
 
 
 def test_no_card_is_refused() -> None:

@@ -1,7 +1,7 @@
 """A card that computes: a runtime of XRT whose runs are those of the oracle of the contract.
 
-Everything goes through the inner runtime first, buffers and runs too; XRT's no-op device computes
-nothing, so what the kernel would write is written here.
+``sparf`` is that of the HLS kernels. Everything goes through the inner runtime first, buffers and
+runs too; XRT's no-op device computes nothing, so what the kernel would write is written here.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ from numpy.typing import NDArray
 
 from tests.oracles.fpga_backend import NumpyBackend
 from vllm_ssdkv.base.errors import FpgaListError
-from vllm_ssdkv.fpga_offload.backend import AttendWork, Partials
+from vllm_ssdkv.fpga_offload.backend import AttendWork, Partials, SparfWork
+from vllm_ssdkv.fpga_offload.csim import CsimBackend
 from vllm_ssdkv.fpga_offload.description import (
     ATTEND,
+    CHOICE,
     ENTRY,
     JOB,
+    SPARF,
+    SPARF_JOB,
     STATUS,
     VERSION,
     Flag,
@@ -29,7 +33,7 @@ from vllm_ssdkv.fpga_offload.xrt.runtime import Argument, CardBuffer, Runtime
 
 
 class ComputingCard:
-    """See ``Runtime``; ``attend`` only.
+    """See ``Runtime``.
 
     Attributes:
         version: That its kernels answer with.
@@ -60,11 +64,15 @@ class ComputingCard:
     def run(self, kernel: str, arguments: Sequence[Argument], timeout_s: float) -> int:
         state = self.inner.run(kernel, arguments, timeout_s)
         self.runs += 1
-        named = dict(zip((one.name for one in ATTEND.arguments), arguments, strict=True))
+        described = ATTEND if kernel == ATTEND.name else SPARF
+        named = dict(zip((one.name for one in described.arguments), arguments, strict=True))
         status = np.zeros(1, STATUS.dtype)
         status["version"] = self.version
         try:
-            self._attend(named)
+            if described is ATTEND:
+                self._attend(named)
+            else:
+                self._sparf(named)
         except FpgaListError:
             status["code"] = Status.JOB_ENTRIES
         _bytes(named, "status")[: STATUS.nbytes] = status.view(np.uint8)
@@ -74,20 +82,14 @@ class ComputingCard:
         pages = _bytes(named, "pages")
         for at, mask in self.flips:
             pages[at] ^= mask
-        # The no-op device's memory is not aligned, and pages must be.
-        room = np.zeros(len(pages) + 64, np.uint8)
-        begin = -room.ctypes.data % 64
-        room[begin : begin + len(pages)] = pages
+        room = _aligned(pages)
         entries = _records(named, "entries", ENTRY.dtype, _number(named, "entry_count"))
-        entries["address"] += np.uint64(room.ctypes.data + begin)
+        entries["address"] += np.uint64(room.ctypes.data)
         jobs = _records(named, "jobs", JOB.dtype, _number(named, "job_count"))
-        each = self.shape.group * self.shape.head_size
-        count = int(jobs["query"].max()) + 1
-        queries = _records(named, "q", np.dtype(np.uint16), count * each)
         flags = Flag(_number(named, "flags"))
         log2e = np.array(_number(named, "scale_log2e"), np.uint32).view(np.float32)
         work = AttendWork(
-            queries.reshape(count, self.shape.group, self.shape.head_size),
+            self._queries(named, jobs),
             entries,
             jobs,
             float(log2e) * np.log(2),
@@ -96,14 +98,62 @@ class ComputingCard:
             mask=Flag.MASK in flags,
             checksum=Flag.CHECKSUM in flags,
         )
-        self._write(named, work, NumpyBackend(self.shape).attend(work))
+        self._write(named, jobs, NumpyBackend(self.shape).attend(work))
 
-    def _write(self, named: dict[str, Argument], work: AttendWork, found: Partials) -> None:
+    def _sparf(self, named: dict[str, Argument]) -> None:
+        pages, channel_pages = (_aligned(_bytes(named, one)) for one in ("pages", "channel_pages"))
+        entries = _records(named, "entries", ENTRY.dtype, _number(named, "entry_count"))
+        entries["address"] += np.uint64(pages.ctypes.data)
+        jobs = _records(named, "jobs", SPARF_JOB.dtype, _number(named, "job_count"))
+        channels = _records(named, "channels", np.dtype(np.uint64), _number(named, "channel_count"))
+        flags = Flag(_number(named, "flags"))
+        partials = int(jobs["out"].max()) + 1
+        size = self.shape.head_size
+        means = _records(named, "mean_value", np.dtype(np.float32), partials * size)
+        work = SparfWork(
+            self._queries(named, jobs),
+            entries,
+            jobs,
+            channels + np.uint64(channel_pages.ctypes.data),
+            float(np.array(_number(named, "scale"), np.uint32).view(np.float32)),
+            partials,
+            _number(named, "block_tokens"),
+            _number(named, "page_tokens"),
+            _number(named, "keep_channels"),
+            channel_group=_number(named, "channel_group"),
+            sinks=_number(named, "sinks"),
+            by_page=Flag.BY_PAGE in flags,
+            attend=Flag.ATTEND in flags,
+            window=Flag.WINDOW in flags,
+            mean_value=means.reshape(partials, size) if Flag.MEAN_VALUE in flags else None,
+            v_offset=_number(named, "v_offset"),
+        )
+        backend = CsimBackend(self.shape)
+        found = backend.sparf(work)
+        assert backend.close(10)
+        choices = np.zeros(partials, CHOICE.dtype)
+        choices["alpha"][:, : self.shape.group] = found.alpha
+        choices["lse"][:, : self.shape.group] = found.lse
+        for field in ("window_mass", "tokens", "pages"):
+            choices[field] = getattr(found, field)
+        _bytes(named, "masks")[: found.masks.nbytes] = found.masks.view(np.uint8)
+        _bytes(named, "choices")[: choices.nbytes] = choices.view(np.uint8)
+        if found.partials is not None:
+            self._write(named, jobs, found.partials)
+
+    def _queries(self, named: dict[str, Argument], jobs: NDArray[Any]) -> NDArray[np.uint16]:
+        """All that the jobs name, [n, G, d]."""
+        group, size = self.shape.group, self.shape.head_size
+        count = int(jobs["query"].max()) + 1
+        found = _records(named, "q", np.dtype(np.uint16), count * group * size)
+        return found.reshape(count, group, size)
+
+    def _write(self, named: dict[str, Argument], jobs: NDArray[Any], found: Partials) -> None:
         out, size = _bytes(named, "out"), self.shape.partial_bytes
         m = np.ceil(found.m / np.log(2))
         with np.errstate(invalid="ignore"):
             factor = np.nan_to_num(np.exp(found.m - m * np.log(2)))
-        for job in work.jobs["out"].tolist():
+        for job in jobs["out"].tolist():
             record = np.zeros(size // 4, np.float32)
             each = self.shape.group * self.shape.head_size
             record[:each] = (found.acc[job] * factor[job][:, None]).ravel()
@@ -112,6 +162,14 @@ class ComputingCard:
             out[job * size : (job + 1) * size] = record.view(np.uint8)
         if found.digests is not None:
             _bytes(named, "digests")[: found.digests.nbytes] = found.digests.view(np.uint8)
+
+
+def _aligned(source: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """A copy as pages must lie: the no-op device's memory is not aligned."""
+    room = np.zeros(len(source) + 64, np.uint8)
+    begin = -room.ctypes.data % 64
+    room[begin : begin + len(source)] = source
+    return room[begin : begin + len(source)]
 
 
 def _bytes(named: dict[str, Argument], name: str) -> NDArray[np.uint8]:

@@ -14,6 +14,7 @@ from vllm_ssdkv.cli.bench import bench
 from vllm_ssdkv.cli.bench.accuracy import accuracy
 from vllm_ssdkv.cli.bench.clusters import clusters
 from vllm_ssdkv.cli.bench.decode import decode
+from vllm_ssdkv.cli.bench.mlperf_kv import mlperf_kv
 from vllm_ssdkv.cli.bench.offload import offload
 from vllm_ssdkv.cli.bench.ttft import ttft
 from vllm_ssdkv.cli.demo.demo import demo, demo_model
@@ -22,6 +23,7 @@ from vllm_ssdkv.cli.doctor.doctor import doctor
 from vllm_ssdkv.cli.fpga import fpga
 from vllm_ssdkv.cli.monitor import dashboard
 from vllm_ssdkv.cli.monitor.top import top
+from vllm_ssdkv.cli.plan.plan import plan
 from vllm_ssdkv.cli.profile.profile import profile
 from vllm_ssdkv.cli.reproduce.reproduce import reproduce
 from vllm_ssdkv.cli.store.fsck import fsck
@@ -40,6 +42,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(demo_model)
 app.command()(doctor)
+app.command()(plan)
 app.command()(profile)
 app.command()(reproduce)
 app.command()(top)
@@ -53,6 +56,7 @@ app.add_typer(batch.app, name="batch")
 bench.app.command()(accuracy)
 bench.app.command()(clusters)
 bench.app.command()(decode)
+bench.app.command("mlperf-kv")(mlperf_kv)
 bench.app.command()(offload)
 bench.app.command()(ttft)
 app.add_typer(bench.app, name="bench")

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, TypeAlias
 
-from vllm_ssdkv.profiling.simulation.hardware import Drive, find
+from vllm_ssdkv.profiling.simulation.hardware import Drive, FlexGenCosts, find
 from vllm_ssdkv.profiling.simulation.model_shape import find_model
-from vllm_ssdkv.profiling.simulation.papers import dockerssd, hilos, instinfer, swarm
+from vllm_ssdkv.profiling.simulation.papers import (
+    dockerssd,
+    flexgen,
+    hilos,
+    instinfer,
+    pools,
+    swarm,
+)
 
 Points: TypeAlias = list[tuple[float, float]]
 
@@ -114,6 +121,96 @@ def lengths() -> Curves:
     )
 
 
+def traffic() -> Curves:
+    """Bytes over the link, KV brought against attention near storage."""
+    lengths = [2**n - 1 for n in range(5, 12)]
+    ours = {"OPT-13B": [(float(n), instinfer.traffic_ratio(n)) for n in lengths]}
+    published = {"(s + 1) / 2": [(float(n), (n + 1) / 2) for n in lengths]}
+    return Curves("Traffic over the drives' link", "tokens", "times less", ours, published)
+
+
+def ablation() -> Curves:
+    """Speedup of HILOS over FlexGen, one mechanism after the other, by the number of its drives."""
+    counts, slow = (4, 8, 12, 16), hilos.flexgen().seconds
+    steps = {
+        "near storage": (1, 0.0),
+        "and write-back": (16, 0.0),
+        "and X-cache": (16, hilos.share_of_x()),
+    }
+    ours = {
+        name: [(float(n), slow / hilos.near(*given, drives=n).seconds) for n in counts]
+        for name, given in steps.items()
+    }
+    published = {
+        "near storage": [(16.0, 3.39)],
+        "and write-back": [(16.0, 3.39 * 1.32)],
+        "and X-cache": [(16.0, 3.39 * 1.32 * 1.64)],
+    }
+    return Curves("HILOS against FlexGen", "SmartSSDs", "speedup", ours, published)
+
+
+def kernel() -> Curves:
+    """Rate of HILOS' kernel over the query heads of a KV head."""
+    ours = {"stream of KV": [(float(n), hilos.kernel_flops(n) / 1e9) for n in (1, 2, 4, 5, 8)]}
+    published = {"HILOS": [(1.0, 11.9), (4.0, 46.8), (5.0, 56.3)]}
+    return Curves("Accelerator", "query heads of a KV head", "GFLOP/s", ours, published)
+
+
+def endurance() -> Curves:
+    """Requests in the life of sixteen drives, over the share of the batch that keeps X."""
+    shares = [tenths / 10 for tenths in range(11)]
+    ours = {"HILOS": [(share, hilos.lifetime_requests(share) / 1e6) for share in shares]}
+    return Curves(
+        "Life of 16 drives",
+        "share of the batch that keeps X",
+        "long requests, millions",
+        ours,
+        {"HILOS": [(0.5, 4.08)]},
+    )
+
+
+def cache() -> Curves:
+    """Speedup of a KV cache over none, by the length."""
+    model = find_model("gpt-3")
+    works = {"host": dockerssd.host_work, "pool": dockerssd.pool_work}
+    ours = {
+        name: [
+            (float(2**n), dockerssd.work_without_cache(model, 2**n) / work(model, 2**n))
+            for n in range(8, 17)
+        ]
+        for name, work in works.items()
+    }
+    published = {"host, mean": [(32768.0, 421.0)], "pool, mean": [(32768.0, 3200.0)]}
+    return Curves("GPT-3 with a KV cache", "tokens", "times none", ours, published)
+
+
+def costs() -> Curves:
+    """FlexGen's cost model over the batch."""
+    model, found = find_model("opt-30b"), find(FlexGenCosts, "t4")
+    sizes = (16, 32, 48, 96, 144, 192)
+    points = [
+        (
+            float(size),
+            flexgen.throughput(
+                model, replace(flexgen.PUBLISHED_POLICY, batch=size), found, 512, 32
+            ),
+        )
+        for size in sizes
+    ]
+    published = {"FlexGen": [(144.0, 7.32)]}
+    return Curves("OPT-30B on a T4", "batch", "tokens/s", {"cost model": points}, published)
+
+
+def nodes() -> Curves:
+    """Tokens per second of a pool of storage nodes that attend, and of the same as plain drives."""
+    counts = (4, 8, 16, 32, 64, 128)
+    ours = {
+        name: [(float(n), pools.step(n, near=near).tokens_per_s) for n in counts]
+        for name, near in (("nodes attend", True), ("KV is brought", False))
+    }
+    return Curves("Pool of storage nodes, one context", "nodes", "tokens/s", ours)
+
+
 CURVES: Final[Mapping[str, Callable[[], Curves]]] = {
     "instinfer-devices": devices,
     "instinfer-batches": batches,
@@ -121,5 +218,12 @@ CURVES: Final[Mapping[str, Callable[[], Curves]]] = {
     "hilos-intervals": intervals,
     "hilos-shares": shares,
     "dockerssd-lengths": lengths,
+    "dockerssd-cache": cache,
+    "dockerssd-nodes": nodes,
+    "instinfer-traffic": traffic,
+    "hilos-ablation": ablation,
+    "hilos-kernel": kernel,
+    "hilos-endurance": endurance,
+    "flexgen-batches": costs,
 }
 """Every figure, by name."""

@@ -8,8 +8,16 @@ from typing import Any
 
 from vllm_ssdkv.profiling.simulation import systems
 from vllm_ssdkv.profiling.simulation.hardware import KINDS, described
-from vllm_ssdkv.profiling.simulation.papers import dockerssd, flexgen, hilos, instinfer, swarm
+from vllm_ssdkv.profiling.simulation.papers import (
+    dockerssd,
+    flexgen,
+    hilos,
+    instinfer,
+    pools,
+    swarm,
+)
 from vllm_ssdkv.profiling.simulation.papers.result import Result, Verdict, verdict_of
+from vllm_ssdkv.profiling.simulation.papers.swarm_traces import TraceFigures
 from vllm_ssdkv.profiling.table import Table
 
 ROWS = tuple(f"P{number}" for number in range(1, 27))
@@ -18,11 +26,14 @@ CALIBRATIONS = frozenset({"P6"})
 
 
 @cache
-def results() -> tuple[Result, ...]:
-    """Every row and part, in their order. Seconds of one core, the first time."""
+def results(figures: TraceFigures | None = None) -> tuple[Result, ...]:
+    """Every row and part, in their order. Seconds of one core, the first time.
+
+    ``figures``: of traces; those on record, if not given.
+    """
     found = [
         *instinfer.results(),
-        *swarm.results(),
+        *swarm.results(figures),
         *hilos.results(),
         *dockerssd.results(),
         *flexgen.results(),
@@ -30,19 +41,19 @@ def results() -> tuple[Result, ...]:
     return tuple(sorted(found, key=lambda one: int(one.row[1:])))
 
 
-def verdicts() -> dict[str, Verdict]:
+def verdicts(figures: TraceFigures | None = None) -> dict[str, Verdict]:
     """Verdict of each row, over its parts."""
     parts: dict[str, list[Result]] = {}
-    for one in results():
+    for one in results(figures):
         parts.setdefault(one.row, []).append(one)
     return {row: verdict_of(found) for row, found in parts.items()}
 
 
-def summary() -> str:
+def summary(figures: TraceFigures | None = None) -> str:
     """Count the rows inside their tolerance, of those that are predictions."""
     counted = {
         row: verdict
-        for row, verdict in verdicts().items()
+        for row, verdict in verdicts(figures).items()
         if row not in CALIBRATIONS | swarm.FOLLOWS_NOT
     }
     inside = [row for row, verdict in counted.items() if verdict == "pass"]
@@ -52,7 +63,7 @@ def summary() -> str:
     return (
         f"Of {len(counted)} rows that are to be predicted {len(inside)} are inside their tolerance "
         f"with all of their parts. Misses: {', '.join(missed) or 'none'}. "
-        f"Made an assumption, and are no predictions: {', '.join(made) or 'none'}. "
+        f"Made a constant or an assumption, and are no predictions: {', '.join(made) or 'none'}. "
         f"Not measured: {', '.join(unknown) or 'none'}."
     )
 
@@ -61,7 +72,9 @@ def _figure(value: float | None) -> str | None:
     return None if value is None else f"{value:.4g}"
 
 
-def tables(wanted: Collection[str] | None = None) -> list[Table]:
+def tables(
+    wanted: Collection[str] | None = None, figures: TraceFigures | None = None
+) -> list[Table]:
     """Results, what they rest on, the papers' baselines beside a good path, calibrated constants.
 
     ``wanted``: rows that are shown; all, if missing.
@@ -81,7 +94,7 @@ def tables(wanted: Collection[str] | None = None) -> list[Table]:
         "beside KV as the paper's own system needs. FlexGen maps its files and gets 0.91 GB/s of a "
         "drive of 7.",
     )
-    for one in results():
+    for one in results(figures):
         if wanted is not None and one.row not in wanted:
             continue
         deviation = "-" if one.deviation is None else f"{one.deviation:+.1%}"
@@ -91,7 +104,8 @@ def tables(wanted: Collection[str] | None = None) -> list[Table]:
             notes.add(one.name, one.verdict, one.note)
         if one.beside is not None:
             beside.add(one.name, one.what, _figure(one.ours), _figure(one.beside))
-    return [rows, notes, beside, *([_modes()] if wanted is None else []), _calibrated()]
+    own = [_modes(), _hits(), _nodes()] if wanted is None else []
+    return [rows, notes, beside, *own, _calibrated()]
 
 
 def _modes() -> Table:
@@ -107,6 +121,7 @@ def _modes() -> Table:
     )
     rows = [
         ("FlexGen", instinfer.flexgen(batch).tokens_per_s),
+        ("FlexGen-SparQ", instinfer.flexgen_sparq(batch).tokens_per_s),
         ("good I/O path", instinfer.good_path(batch).tokens_per_s),
         ("InstInfer, dense", instinfer.near(batch).tokens_per_s),
         ("InstInfer, sparse", instinfer.near(batch, sparse=True).tokens_per_s),
@@ -114,6 +129,35 @@ def _modes() -> Table:
     ]
     for name, speed in rows:
         table.add(name, speed)
+    return table
+
+
+def _hits() -> Table:
+    """Loads of a stored prompt."""
+    table = Table(
+        "Llama-3.1-8B, prompt of 32,768 tokens that is stored, four PM9A3, H100",
+        ["loaded by", "ms"],
+        note="LMCache and vLLM's tier by what `ssdkv bench io` measured of one request of each, "
+        "with no other request beside it. Ours is the good I/O path.",
+    )
+    for name, seconds in pools.hits():
+        table.add(name, 1e3 * seconds)
+    return table
+
+
+def _nodes() -> Table:
+    """Pools of storage nodes."""
+    table = Table(
+        "Llama-3.1-70B, one context of 131,072 tokens on storage nodes, tokens/s",
+        ["nodes", "nodes attend", "KV is brought"],
+        decimals=2,
+        note="Nodes of DockerSSD's size with a port of 25 Gbit/s each; the host has one of 100. "
+        "What a core attends to is assumed.",
+    )
+    for count in (4, 16, 64, 128):
+        table.add(
+            str(count), *(pools.step(count, near=near).tokens_per_s for near in (True, False))
+        )
     return table
 
 
@@ -127,11 +171,13 @@ def _calibrated() -> Table:
     return table
 
 
-def document(wanted: Collection[str] | None = None) -> dict[str, Any]:
+def document(
+    wanted: Collection[str] | None = None, figures: TraceFigures | None = None
+) -> dict[str, Any]:
     """Results as JSON: all, or those of some rows."""
     return {
-        "summary": summary(),
-        "verdicts": verdicts(),
+        "summary": summary(figures),
+        "verdicts": verdicts(figures),
         "results": [
             {
                 "row": one.row,
@@ -147,7 +193,7 @@ def document(wanted: Collection[str] | None = None) -> dict[str, Any]:
                 "note": one.note,
                 "good_path": one.beside,
             }
-            for one in results()
+            for one in results(figures)
             if wanted is None or one.row in wanted
         ],
     }

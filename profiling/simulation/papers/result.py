@@ -42,6 +42,11 @@ class Target:
         return cls(text, math.nextafter(value, math.inf), math.inf, f"> {value:g}")
 
     @classmethod
+    def below(cls, value: float, text: str) -> Target:
+        """Anything from 0 to below a value."""
+        return cls(text, 0.0, math.nextafter(value, 0.0), f"< {value:g}")
+
+    @classmethod
     def band(cls, low: float, high: float, tolerance: float) -> Target:
         """A band, wider by a relative tolerance at both ends."""
         return cls(
@@ -101,7 +106,7 @@ class Result:
         """Relative, from the middle of the target, or from its nearer end where it is a band."""
         if self.ours is None:
             return None
-        if math.isinf(self.target.high):
+        if math.isinf(self.target.high) or self.target.tolerance.startswith("<"):
             return None
         if self.target.tolerance.startswith("band"):
             nearest = min(max(self.ours, self.target.low), self.target.high)

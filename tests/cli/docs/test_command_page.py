@@ -96,7 +96,7 @@ def complete(words: str) -> set[str]:
 
 def test_shells_complete_commands_and_options() -> None:
     assert complete("ssdkv q") == {"quota"}
-    names = {"io", "accuracy", "clusters", "decode", "offload", "ttft"}
+    names = {"io", "accuracy", "clusters", "decode", "mlperf-kv", "offload", "ttft"}
     assert complete("ssdkv bench ") == names
     assert "--interval" in complete("ssdkv top --i")
 

@@ -24,7 +24,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("results")
     runs = [
         Cycles(kernel, 128, group, "float16", tokens, tokens * 512, tokens * 9 + 50)
-        for kernel, group in (("attend", 4), ("sparf", 4), ("sparf_second", 1))
+        for kernel, group in (
+            ("attend", 4),
+            ("sparf_first", 4),
+            ("sparf_second", 4),
+            ("sparf_second", 1),
+        )
         for tokens in (128, 4096)
     ]
     write_results(Results("a test", {}, runs), folder / CYCLES)
@@ -88,7 +93,10 @@ def test_sparf_reads_less_and_hilos_has_its_own_cycles(results: Path) -> None:
     (sparse,) = rows_of(run(results, *one, "--sparf", "0.0625", "--by-page"))
     assert float(str(sparse["read_bytes"])) < float(str(dense["read_bytes"])) / 4
     by_token = run(results, *one, "--sparf", "0.0625")
-    assert json.loads(by_token.stdout)["kernel"]["origin"] == "simulated"
+    kernel = json.loads(by_token.stdout)["kernel"]
+    assert kernel["origin"] == "simulated"
+    assert kernel["token"] == pytest.approx(9)
+    assert "cycles of a token, to choose" in run(results, *one[:-1], "--sparf", "0.5").output
     assumed = run(results, *one, "--sparf", "0.0625", "--group", "1")
     assert json.loads(assumed.stdout)["kernel"]["origin"] == "assumed"
     assert "first step was not simulated" in assumed.output

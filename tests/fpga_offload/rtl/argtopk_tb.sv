@@ -1,14 +1,14 @@
 // The radix select against ranks by comparison, on lists with many ties, and with what is kept at its ends.
 `timescale 1ns / 1ps
-module argtopk_tb;
+module argtopk_tb #(parameter DIGIT = 8);
     reg clk = 0, rst = 1, start = 0, key_valid = 0, load_end = 0, over;
     reg [31:0] key = 0;
     reg [10:0] keep = 0;
     reg [31:0] list [0:1023];
     wire ready, out_valid, out_take, done;
     integer seed = 5, round, i, j, count, kept, rank, wrong = 0, place, taken = 0;
-    argtopk #(.LN(10)) select(.clk(clk), .rst(rst), .start(start), .ready(ready), .key_valid(key_valid), .key(key),
-        .load_end(load_end), .keep(keep), .out_valid(out_valid), .out_take(out_take), .done(done));
+    argtopk #(.LN(10), .DIGIT(DIGIT)) select(.clk(clk), .rst(rst), .start(start), .ready(ready), .key_valid(key_valid), .key(key),
+        .load_end(load_end), .keep(keep), .emit(1'b1), .out_valid(out_valid), .out_take(out_take), .done(done));
     always #5 clk = !clk;
     initial begin
         repeat (4) @(negedge clk);

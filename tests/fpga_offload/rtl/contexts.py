@@ -168,10 +168,14 @@ def make_sparf(
     levels: int = 0,
     sinks: int = 0,
     attend: bool = True,
+    page_tokens: int = 0,
+    together: int = 1,
+    mean: bool = False,
 ) -> SparfCall:
-    """One job per (blocks of context, tokens of window, tokens to keep).
+    """One job per (blocks of context, tokens of window, tokens or pages to keep).
 
-    With ``levels`` K and q have so few different numbers that many scores are equal.
+    With ``levels`` K and q have so few different numbers that many scores are equal. With
+    ``page_tokens`` pages are chosen.
     """
     rng = np.random.default_rng(seed)
     size, half = shape.head_size, shape.page_bytes // 2
@@ -219,10 +223,13 @@ def make_sparf(
         size**-0.5,
         len(contexts),
         block_tokens,
-        PAGE_TOKENS,
+        page_tokens or PAGE_TOKENS,
         channels,
+        channel_group=together,
         sinks=sinks,
+        by_page=page_tokens > 0,
         attend=attend,
         window=attend,
+        mean_value=rng.standard_normal((len(contexts), size)).astype(np.float32) if mean else None,
     )
     return SparfCall(work, tuple(memory))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.fpga_offload.needs import needs_rtlsim
 from vllm_ssdkv.fpga_offload import measure as module
-from vllm_ssdkv.fpga_offload.description import KernelShape
+from vllm_ssdkv.fpga_offload.description import BEAT_BYTES, KernelShape
 from vllm_ssdkv.fpga_offload.measure import measured
 from vllm_ssdkv.fpga_offload.results import read_cycles
 
@@ -24,9 +24,20 @@ def test_both_kernels_are_measured_and_what_has_no_library_is_left_out(
     assert whole.nbytes == 512 * 128 * 4
     assert part.nbytes < whole.nbytes
     assert 0.7 < whole.line_rate < 1
+    assert "sparf of KernelShape(" in capsys.readouterr().err
     monkeypatch.setenv("SSDKV_FPGA_BUILD", "/nowhere")
     assert list(measured([SHAPE], (512,))) == []
-    assert "left out" in capsys.readouterr().err
+    assert "no library of KernelShape(" in capsys.readouterr().err
+
+
+@needs_rtlsim(64, 2)
+def test_both_steps_of_sparf_are_measured() -> None:
+    rows = {row.kernel: row for row in measured([KernelShape(64, 2, "float16")], (512,))}
+    assert set(rows) == {"attend", "sparf_second", "sparf_first", "sparf"}
+    channels, window = 512 * 8 * 2, 16 * 64 * 2
+    assert rows["sparf_first"].nbytes == channels + window
+    assert rows["sparf"].nbytes > rows["sparf_first"].nbytes
+    assert rows["sparf"].cycles > rows["sparf_first"].cycles > 0
 
 
 @needs_rtlsim(128, 1)
@@ -47,9 +58,14 @@ def test_recorded_cycles_hold_what_is_promised() -> None:
     at = {(row.kernel, row.head_size, row.group, row.tokens): row for row in rows}
     shapes = {(row.head_size, row.group) for row in rows}
     assert {(128, 1), (128, 4)} <= shapes
+    assert ("sparf", 64, 2, 4096) in at
     for size, group in shapes:
         assert at["attend", size, group, 4096].line_rate >= 0.95
         assert at["sparf_second", size, group, 4096].line_rate >= 0.85
+        both, first = (at.get((kind, size, group, 4096)) for kind in ("sparf", "sparf_first"))
+        if both is not None and first is not None:
+            beats = (both.nbytes - first.nbytes) / BEAT_BYTES
+            assert beats >= 0.85 * (both.cycles - first.cycles)
         alone = at.get(("attend", size, 1, 4096))
         if alone is not None:
             assert at["attend", size, group, 4096].cycles <= 1.1 * alone.cycles

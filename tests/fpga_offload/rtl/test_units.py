@@ -29,8 +29,9 @@ def simulate(unit: str, folder: Path, **parameters: int) -> str:
 
 
 @needs_rtlsim(128, 1)
-def test_the_largest_are_taken_and_ties_by_place(tmp_path: Path) -> None:
-    said = simulate("argtopk", tmp_path)
+@pytest.mark.parametrize("digit", [4, 8])
+def test_the_largest_are_taken_and_ties_by_place(tmp_path: Path, digit: int) -> None:
+    said = simulate("argtopk", tmp_path, DIGIT=digit)
     found = re.search(r"wrong (\d+) taken (\d+)", said)
     assert found is not None, said
     assert int(found[1]) == 0

@@ -16,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.fpga_offload.needs import XRT_HEADERS, needs_xrt
+from tests.fpga_offload.rtl.contexts import far_apart, make_sparf
 from tests.fpga_offload.xrt.fake_pyxrt import fake
 from tests.fpga_offload.xrt.xclbins import maker
 from tests.oracles.fpga_backend import NumpyBackend
@@ -29,6 +30,7 @@ from vllm_ssdkv.base.errors import (
 )
 from vllm_ssdkv.config.io_engine import EngineOptions
 from vllm_ssdkv.fpga_offload.backend import AttendWork
+from vllm_ssdkv.fpga_offload.csim import CsimBackend
 from vllm_ssdkv.fpga_offload.description import ATTEND, ENTRY, JOB, KernelShape
 from vllm_ssdkv.fpga_offload.xrt.backend import XrtBackend, check_xclbin
 from vllm_ssdkv.fpga_offload.xrt.runtime import (
@@ -123,6 +125,28 @@ def test_the_no_op_device_runs_to_the_end(path: str) -> None:
 def test_a_card_that_computes_nothing_is_refused_at_start(path: str) -> None:
     with pytest.raises(FpgaError, match="the card computes nothing"):
         XrtBackend.open(path, 0, SHAPE, 5.0)
+
+
+@pytest.mark.parametrize("page_tokens", [0, 16])
+def test_sparf_runs_to_the_end(path: str, card: ComputingCard, page_tokens: int) -> None:
+    """On the no-op device, which computes nothing, and with the HLS kernels' arithmetic: pages and
+    channels of the host go to the card, and what it says comes back."""
+    call = make_sparf(
+        SHAPE, ((3, 5, 4), (0, 17, 0), (2, 33, 20)), 32, 8, page_tokens=page_tokens, mean=True
+    )
+    nothing = XrtBackend(BridgeRuntime(0, path), SHAPE, 5.0)
+    with pytest.raises(FpgaError, match="sparf has written no status: the card computes nothing"):
+        nothing.sparf(call.work)
+    assert nothing.close(1.0)
+    found = XrtBackend(card, SHAPE, 5.0).sparf(call.work)
+    kernels = CsimBackend(SHAPE)
+    wanted = kernels.sparf(call.work)
+    assert kernels.close(10)
+    for field in ("masks", "alpha", "lse", "window_mass", "tokens", "pages"):
+        np.testing.assert_array_equal(getattr(found, field), getattr(wanted, field))
+    assert found.partials is not None
+    assert wanted.partials is not None
+    assert far_apart(found.partials, wanted.partials) < 1e-6
 
 
 @pytest.mark.parametrize("pool_pages", [1000, 9])

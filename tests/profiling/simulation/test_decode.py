@@ -11,13 +11,22 @@ from hypothesis import strategies as st
 
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.profiling.simulation.decode import Setting, StepResult, System, decode, prefill
-from vllm_ssdkv.profiling.simulation.hardware import Drive, Gpu, Machine, NearStorage, find
+from vllm_ssdkv.profiling.simulation.hardware import (
+    Drive,
+    Gpu,
+    Machine,
+    NearStorage,
+    Network,
+    find,
+)
 from vllm_ssdkv.profiling.simulation.model_shape import ModelShape
 from vllm_ssdkv.profiling.simulation.storage import AttendingDrive, PlainDrive, Storage
 from vllm_ssdkv.profiling.simulation.systems import (
     good_path,
+    node_pool,
     ours_offload,
     ours_sparse,
+    pool_drives,
     settled,
 )
 
@@ -44,6 +53,17 @@ SYSTEMS = st.builds(
     overlaps=st.booleans(),
     rest_s=st.sampled_from([0.0, 0.01]),
 )
+WAITING = st.builds(
+    System,
+    st.just("waiting"),
+    weights=st.sampled_from(["hbm", "dram"]),
+    read_share=st.floats(0.05, 1),
+    ahead=st.integers(1, 6),
+    spill_tokens=st.sampled_from([1, 16]),
+    writes_first=st.booleans(),
+    relay=st.sampled_from([None, 20e9]),
+    overlaps=st.booleans(),
+)
 NEAR = st.builds(
     System,
     st.just("near"),
@@ -52,6 +72,7 @@ NEAR = st.builds(
     weights=st.sampled_from(["hbm", "dram"]),
     ahead=st.integers(1, 6),
     spill_tokens=st.sampled_from([1, 16, 64]),
+    writes_first=st.booleans(),
 )
 RATES = st.floats(1e9, 64e9)
 
@@ -78,7 +99,7 @@ def moved(found: StepResult, prefix: str) -> float:
     return sum(usage.nbytes for name, usage in found.usage.items() if name.startswith(prefix))
 
 
-@given(system=SYSTEMS | NEAR, link=RATES, chassis=RATES, drives=st.integers(1, 5))
+@given(system=SYSTEMS | WAITING | NEAR, link=RATES, chassis=RATES, drives=st.integers(1, 5))
 def test_bytes_and_utilisation(system: System, link: float, chassis: float, drives: int) -> None:
     near = system.attends == "drives"
     device = AttendingDrive(find(NearStorage, "hilos-smartssd")) if near else drive()
@@ -112,7 +133,7 @@ def test_bytes_and_utilisation(system: System, link: float, chassis: float, driv
 
 
 @given(
-    system=SYSTEMS | NEAR,
+    system=SYSTEMS | WAITING | NEAR,
     link=RATES,
     chassis=RATES,
     drives=st.integers(1, 5),
@@ -214,6 +235,14 @@ def test_a_prefill_writes_beside_computing_and_two_layers_wait_at_most() -> None
         ({"kv": "dram", "attends": "drives"}, "bad: attends: drives do not attend to KV in dram"),
         ({"read_share": 1.5}, "bad: read_share: got 1.5; 0 to 1"),
         ({"ahead": 0}, "bad: ahead: got 0; at least 1"),
+        (
+            {"kv": "dram", "relay": 1e9},
+            "bad: relay, writes_first: KV lies in dram; they are of KV on drives",
+        ),
+        (
+            {"writes_first": True, "whole_kv_back": True},
+            "bad: writes_first, whole_kv_back: one of both, not rows and everything",
+        ),
         ({"rest_s": -1.0}, "bad: rest_s: got -1.0; at least 0"),
     ],
 )
@@ -262,3 +291,64 @@ def test_parts_that_drives_attend_to_and_bring_are_all() -> None:
     assert decode(ours_sparse(0.125), setting(16e9, 16e9, Storage.alike(drive(), 2))).seconds < (
         decode(good_path(), setting(16e9, 16e9, Storage.alike(drive(), 2))).seconds
     )
+
+
+def test_a_relay_lets_no_stage_work_beside_another() -> None:
+    """Drives, then the copy in DRAM, then the link: rates of one after the other."""
+    on = setting(32e9, 64e9, Storage.alike(drive(), 4), batch=16, tokens=32768)
+    found = decode(System("relayed", relay=60e9, ahead=1), on)
+    read = on.batch * MODEL.kv_bytes(on.tokens)
+    stages = read * (1 / (4 * 6.9e9) + 1 / 60e9 + 1 / 32e9)
+    assert found.seconds == pytest.approx(stages, rel=0.03)
+    assert found.usage["relay"].nbytes == pytest.approx(read)
+    assert decode(System("direct", ahead=1), on).seconds < 0.6 * found.seconds
+    with pytest.raises(ConfigError, match="bad: relay: got 0; bytes/s above 0, or none"):
+        System("bad", relay=0)
+
+
+def test_rows_that_are_written_first_are_waited_for() -> None:
+    attending = AttendingDrive(find(NearStorage, "hilos-smartssd"))
+    on = setting(16e9, 16e9, Storage.alike(attending, 4), batch=16, tokens=2048)
+    near = System("near", attends="drives", spill_tokens=1)
+    later, first = decode(near, on), decode(replace(near, writes_first=True), on)
+    rows = 2 * MODEL.kv_heads * on.batch * 6 / 4
+    assert first.seconds - later.seconds == pytest.approx(rows * attending.rewrite_s, rel=0.1)
+    # In as out, whenever it is written.
+    assert moved(first, "drive ") == pytest.approx(moved(later, "drive "))
+
+
+def test_latency_is_drawn_and_the_slowest_drive_is_waited_for() -> None:
+    one = setting(64e9, 64e9, Storage.alike(drive(), 8), batch=1, tokens=256)
+    median = decode(System("s", ahead=1), one).seconds
+    drawn = [decode(System("s", ahead=1), replace(one, seed=seed)).seconds for seed in range(12)]
+    assert len(set(drawn)) == 12
+    assert drawn[3] == decode(System("s", ahead=1), replace(one, seed=3)).seconds
+    # Of eight draws the largest counts: nearly every step is slower than by the median.
+    assert sorted(drawn)[1] > median
+    few = setting(64e9, 64e9, Storage.alike(drive(), 1), batch=1, tokens=256)
+    gaps = [
+        sum(decode(System("s", ahead=1), replace(on, seed=seed)).seconds for seed in range(12))
+        - 12 * decode(System("s", ahead=1), on).seconds
+        for on in (few, one)
+    ]
+    assert gaps[1] > gaps[0]
+
+
+def test_a_pool_of_nodes_sends_little_over_its_network() -> None:
+    """Nodes attend: a slow network hardly matters. As plain drives behind it, it does."""
+    seconds = {}
+    for network in ("ethernet-25g", "ethernet-100g"):
+        storage = pool_drives(8, network=network)
+        rate = find(Network, network).bandwidth
+        machine = Machine(find(Gpu, "a6000"), 32e9, rate, 8)
+        for system in (node_pool(), System("brought")):
+            found = decode(system, Setting(machine, storage, MODEL, 4, 32768))
+            seconds[network, system.name] = found.seconds
+    pool = [seconds[network, "pool of nodes"] for network in ("ethernet-25g", "ethernet-100g")]
+    brought = [seconds[network, "brought"] for network in ("ethernet-25g", "ethernet-100g")]
+    assert pool[0] < 1.1 * pool[1]
+    assert brought[0] > 2 * brought[1]
+    with pytest.raises(
+        ConfigError, match="nodes: dockerssd-node: flash, cores, core_attend_bandwidth"
+    ):
+        pool_drives(1, node="dockerssd-node")

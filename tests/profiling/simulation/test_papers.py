@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 
+from tests.profiling.clusters.synthetic import trace
+from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.profiling.clusters.published import p9
 from vllm_ssdkv.profiling.offload import published as closed
-from vllm_ssdkv.profiling.simulation.hardware import Drive, FlexGenCosts, find
+from vllm_ssdkv.profiling.simulation import systems
+from vllm_ssdkv.profiling.simulation.hardware import (
+    Drive,
+    FlexGenCosts,
+    NearStorage,
+    find,
+)
 from vllm_ssdkv.profiling.simulation.model_shape import find_model
-from vllm_ssdkv.profiling.simulation.papers import dockerssd, flexgen, hilos, instinfer, swarm
+from vllm_ssdkv.profiling.simulation.papers import (
+    dockerssd,
+    flexgen,
+    hilos,
+    instinfer,
+    swarm,
+    swarm_traces,
+)
 from vllm_ssdkv.profiling.simulation.papers.curves import CURVES
 from vllm_ssdkv.profiling.simulation.papers.reproduce import (
     CALIBRATIONS,
@@ -44,13 +60,11 @@ def test_verdicts_of_this_version() -> None:
     """A row that comes in or goes out is looked at, and the page says so."""
     found = {row: verdict for row, verdict in verdicts().items() if verdict != "pass"}
     assert found == {
-        "P4": "miss",
-        **dict.fromkeys(("P6", "P7"), "calibrated"),
-        **dict.fromkeys(("P11", "P13"), "not measured"),
+        "P6": "calibrated",
         **dict.fromkeys(("P10", "P12", "P14", "P15"), "report"),
-        **dict.fromkeys(("P17", "P18", "P19", "P21", "P22", "P25"), "miss"),
+        **dict.fromkeys(("P11", "P19", "P21", "P22", "P25"), "miss"),
     }
-    assert summary().startswith("Of 21 rows that are to be predicted 11 are inside")
+    assert summary().startswith("Of 21 rows that are to be predicted 16 are inside")
     assert len(CALIBRATIONS | swarm.FOLLOWS_NOT) == len(ROWS) - 21
 
 
@@ -59,9 +73,10 @@ def test_verdicts_of_this_version() -> None:
     [
         # Computing and messages of the accelerator, which closed forms have not, are small.
         ("P3", closed.predictions()["P3"], 0.01),
-        ("P4 dense", closed.predictions()["P4 dense"], 0.02),
-        ("P4 sparse", closed.predictions()["P4 sparse"], 0.02),
-        ("P5", closed.predictions()["P5"], 0.01),
+        # Devices share the time between jobs, which the closed form counts as the host's.
+        ("P4 dense", closed.predictions()["P4 dense"], 0.05),
+        ("P4 sparse", closed.predictions()["P4 sparse"], 0.05),
+        ("P5", closed.predictions()["P5"], 0.02),
         ("P6", closed.predictions()["P6"], 0.01),
         ("P16", closed.predictions()["P16"], 1e-12),
         ("P9", p9(), 1e-9),
@@ -82,8 +97,49 @@ def test_traffic_for_any_length() -> None:
 def test_a_step_of_flexgen_is_kv_as_published() -> None:
     usage = instinfer.flexgen(64).usage["drive 0"]
     assert usage.utilisation == pytest.approx(closed.KV_SHARE["flexgen"], rel=0.01)
-    usage = instinfer.near(64).usage["drive 0"]
-    assert usage.utilisation == pytest.approx(closed.KV_SHARE["instinfer"], rel=0.01)
+    step, drive = instinfer.near(64), find(NearStorage, "instinfer-csd")
+    jobs = 64 * 40 * 40 * drive.job_s
+    share = (step.usage["drive 0"].busy_s - jobs) / step.seconds
+    assert share == pytest.approx(closed.KV_SHARE["instinfer"], rel=0.01)
+
+
+def test_flexgen_on_the_chassis_is_as_much_slower_as_its_authors_rivals_say() -> None:
+    """Not one of the rows, and nothing was fitted to it: HILOS prints 0.64 to 0.94."""
+    ratio = hilos.flexgen().seconds / hilos.flexgen_in_chassis().seconds
+    assert 0.64 <= ratio <= 0.94
+    assert hilos.price_ratio() > hilos.chassis_ratio() > 1
+
+
+def test_figures_of_traces_stand_in_for_those_on_record() -> None:
+    known = swarm_traces.recorded()
+    other = replace(known, dedup_gain=1.25, schedule_gain=2.5, rule_nine=1.2, min_diff=1.1)
+    assert verdicts(other)["P11"] == "pass"
+    assert verdicts(other)["P13"] == "miss"
+    assert "17 are inside" not in summary(other)
+    assert verdicts() == verdicts(known)
+    assert known.in_order
+    assert not other.in_order
+
+
+def test_the_lab_makes_the_figures_of_traces() -> None:
+    found = swarm_traces.measure([trace("a", tokens=1024), trace("b", seed=1, tokens=1024)])
+    assert found.schedule_gain > 1
+    assert found.dedup_gain > 1
+    assert "a, b" in found.source
+    rules = found.rule_nine, found.min_diff, found.min_size
+    assert (found.in_order is None) == (None in rules)
+    unknown = replace(swarm_traces.recorded(), rule_nine=None)
+    assert verdicts(unknown)["P13"] == "not measured"
+    with pytest.raises(BenchError, match="traces: none"):
+        swarm_traces.measure([])
+
+
+def test_sparq_on_mapped_files_reads_nearly_every_page() -> None:
+    """Single tokens on pages of 16: an eighth of the numbers, most of the bytes."""
+    sparse = systems.flexgen_sparq()
+    assert 0.5 < sparse.read_share < 1
+    assert systems.flexgen_sparq(tokens_share=1.0).read_share == 1
+    assert sparse.rest_s == systems.flexgen().rest_s
 
 
 def test_the_share_of_x_by_the_closed_form_is_the_best_of_tenths() -> None:
@@ -144,7 +200,7 @@ def test_tables_and_document_have_the_same_rows() -> None:
     assert [row[0] for row in shown[0].rows] == ["P8 memory", "P8 cliff", "P17"]
     found = document(["P8", "P17"])["results"]
     assert [one["row"] for one in found] == ["P8", "P8", "P17"]
-    assert found[2]["verdict"] == "miss"
+    assert found[2]["verdict"] == "pass"
     assert found[2]["good_path"] < found[2]["simulated"]
     for row in tables()[-1].rows:
         assert re.search(r"P\d", str(row[2])), "which rows a constant serves"

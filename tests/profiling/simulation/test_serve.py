@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from dataclasses import replace
 
@@ -14,9 +15,15 @@ from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.profiling.simulation.decode import System, decode
 from vllm_ssdkv.profiling.simulation.hardware import Gpu, Machine, find
 from vllm_ssdkv.profiling.simulation.model_shape import find_model
+from vllm_ssdkv.profiling.simulation.reuse import StoreShape
 from vllm_ssdkv.profiling.simulation.serve import Report, Request, Serving, draw_requests
 from vllm_ssdkv.profiling.simulation.storage import Storage
-from vllm_ssdkv.profiling.simulation.systems import attending_drives, ours_offload
+from vllm_ssdkv.profiling.simulation.systems import (
+    attending_drives,
+    node_pool,
+    ours_offload,
+    pool_drives,
+)
 from vllm_ssdkv.profiling.simulation.tiers import Tier, Tiers
 
 REQUESTS = st.lists(
@@ -179,6 +186,22 @@ def test_with_arrivals_more_costs_three_percent_at_most(
     assert after.tokens_per_s >= 0.97 * before.tokens_per_s
 
 
+def test_a_pool_of_128_nodes_is_answered_in_seconds() -> None:
+    """The short form of the soak below, with prompts that begin alike."""
+    storage = pool_drives(128)
+    machine = Machine(find(Gpu, "h100-80"), 64e9, 12.5e9, storage.count)
+    of = Serving(node_pool(), machine, storage, find_model("llama-3.1-8b"), most=2, chunk=65536)
+    of = replace(of, grows=True, store=StoreShape(128 * 4e11, block=4096, frames=1e13))
+    requests = [
+        Request(4.0 * n, 10**6, 64, context=f"book {n % 2}", shared=900_000) for n in range(6)
+    ]
+    begin = time.process_time()
+    found = of.run(requests, tiers(hbm=40e9, dram=512e9, drives=128 * 4e11))
+    assert len(found.served) == 6
+    assert time.process_time() - begin < 20
+    assert sum(one.hit > 0 for one in found.served) == 4
+
+
 @pytest.mark.soak
 def test_a_thousand_requests_of_a_million_tokens_on_128_drives() -> None:
     """Bounded: a question about a large pool is answered while one waits."""
@@ -189,4 +212,23 @@ def test_a_thousand_requests_of_a_million_tokens_on_128_drives() -> None:
     begin = time.process_time()
     found = of.run(requests, tiers(hbm=40e9, dram=512e9, drives=128 * 4e12))
     assert len(found.served) == 1000
+    assert time.process_time() - begin < 300
+
+
+@pytest.mark.soak
+def test_a_thousand_requests_of_a_million_tokens_on_128_nodes_with_a_store() -> None:
+    """The same on storage nodes, with prefix hits, eviction and preemption."""
+    storage = pool_drives(128)
+    machine = Machine(find(Gpu, "h100-80"), 64e9, 12.5e9, storage.count)
+    of = Serving(node_pool(), machine, storage, find_model("llama-3.1-8b"), most=16, chunk=65536)
+    of = replace(of, grows=True, store=StoreShape(20e12, block=4096, frames=1e13))
+    source = random.Random(1)
+    requests = [
+        replace(one, context=f"book {source.randrange(400)}", shared=900_000)
+        for one in draw_requests(1000, seed=1, rate=0.2, prompt=(10**6, 10**6), output=(64, 512))
+    ]
+    begin = time.process_time()
+    found = of.run(requests, tiers(hbm=40e9, dram=512e9, drives=128 * 4e11))
+    assert len(found.served) == 1000
+    assert found.evicted_blocks > 0
     assert time.process_time() - begin < 300

@@ -28,28 +28,21 @@ from vllm_ssdkv.cli.bench.recall_options import (
     SimilarityOption,
     WindowOption,
 )
-from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.kernels.step_clock import PARTS
 from vllm_ssdkv.profiling.console import wide_console
-from vllm_ssdkv.profiling.page_engine import STAGING
 from vllm_ssdkv.profiling.recall.bench import (
     SPARSE,
     WINDOW,
     RecallStores,
     Row,
-    recall_plan,
+    dram_share_plan,
     require_choices,
 )
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
 from vllm_ssdkv.profiling.recall.recall import MAX_CONTEXT
-from vllm_ssdkv.profiling.recall.run import BLOCK_TOKENS, Batch, RecallRun
+from vllm_ssdkv.profiling.recall.run import Batch
 
 _MIN_CONTEXT: Final = 512
-_FRAMES: Final = 2 * MIB
-"""DRAM beside that for contexts: the write buffer."""
-
-_LEAST: Final = 2 * MIB
-"""DRAM for contexts, however short they are."""
 
 
 def decode(
@@ -150,7 +143,9 @@ def decode(
                 for turn in range(repeats):
                     turns.append([])
                     for name in ("exact", *chosen):
-                        plan = _plan(stores.places(name), name, asked, machine, most * len(lengths))
+                        plan = dram_share_plan(
+                            stores.places(name), name, asked, machine, most * len(lengths)
+                        )
                         what = f"{name}, {size} x {length} tokens, turn {turn + 1} of {repeats}"
                         (found,) = stores.run(replace(plan, profile=profile), what, console)
                         require_choices([found], what)
@@ -194,37 +189,6 @@ def _python(rows: list[Row]) -> Iterator[str]:
             f"{row['selector']}, {row['requests']} x {row['context']} tokens: our Python takes "
             f"{row['python_share']:.1%} of a step ({split}; {row['native_calls']:.0f} native calls)"
         )
-
-
-def _plan(
-    places: tuple[str, ...], selector: str, asked: Batch, machine: Row, content: int
-) -> RecallRun:
-    """An engine whose DRAM is a share of what is asked for, whatever the selector does with it: the
-    store divides it as it does without being told. What comes on top are the channels by which
-    ``sparf`` scores, half of the KV with what belongs to them, where requests choose.
-    """
-    longest = max(machine["longest"], asked.context + (asked.tokens or 0))
-    context = max(machine["longest"], asked.context)
-    held = int(machine["dram"] * context * asked.count * bytes_per_token())
-    dram = STAGING + _FRAMES + max(_LEAST, held)
-    sparse: dict[str, object] = {
-        "budget": machine["budget"],
-        "floor": min(machine["budget"], 1 / 32),
-        "reuse_steps": machine["reuse_steps"],
-        "reuse_similarity": machine["reuse_similarity"],
-    }
-    if machine["short_exact"]:
-        sparse["exact_below"] = None
-    throttle = [machine["model"]]
-    window = machine["window_tokens"]
-    plan = recall_plan(
-        places, selector, [asked], dram, sparse, throttle, window=window, content=content
-    )
-    config = SSDKVConfig.from_extra_config(plan.options())
-    if config.scores_channels and longest >= config.exact_below:
-        blocks = asked.count * longest // BLOCK_TOKENS + asked.count
-        dram += blocks * BLOCK_TOKENS * bytes_per_token() * 9 // 16
-    return replace(plan, dram_bytes=dram, longest=machine["longest"])
 
 
 def _figures(found: Row, machine: Row) -> Row:

@@ -20,6 +20,7 @@ from vllm_ssdkv.cli.docs.fpga_page import fpga_page
 from vllm_ssdkv.cli.docs.papers_page import papers_page
 from vllm_ssdkv.fpga_offload.generate import FILES, tables
 from vllm_ssdkv.profiling.gpu_pack.page import gpu_page
+from vllm_ssdkv.profiling.sizing.validate import section
 
 app = typer.Typer(no_args_is_help=True, help="Write or check the generated pages.")
 
@@ -35,8 +36,8 @@ _Directory = Annotated[
 
 def pages(directory: Path) -> dict[str, str]:
     """File name and text of every generated page, and of pages with a generated table, if they are
-    there, and of files for the FPGA's tools, if their folder is beside ``directory``. Runs on GPUs
-    are in ``directory / "gpu"``."""
+    there, and of files for the FPGA's tools, if their folder is beside ``directory``. Runs are in
+    ``directory / "gpu"`` and ``directory / "sizing"``."""
     found = {
         "cli.md": commands_page(),
         "gpu.md": gpu_page(directory / "gpu"),
@@ -48,6 +49,11 @@ def pages(directory: Path) -> dict[str, str]:
     if operations.is_file():
         text = operations.read_text(encoding="utf-8")
         found[operations.name] = with_section(text, "waits", waits_table())
+    sizing = directory / "sizing.md"
+    if sizing.is_file():
+        text = sizing.read_text(encoding="utf-8")
+        runs = section(directory / "sizing" / "runs.jsonl")
+        found[sizing.name] = with_section(text, "validation", runs)
     fpga = directory / "fpga.md"
     if fpga.is_file():
         text = with_section(fpga.read_text(encoding="utf-8"), "fpga arguments", tables())
@@ -80,7 +86,7 @@ def stale(directory: Path) -> dict[str, str]:
 @app.command()
 def write(directory: _Directory) -> None:
     """Write cli.md, gpu.md, metrics.md, options.md and papers.md into DIR, the tables in
-    operations.md and fpga.md, and the headers of the FPGA kernels beside DIR."""
+    operations.md, sizing.md and fpga.md, and the headers of the FPGA kernels beside DIR."""
     directory.mkdir(parents=True, exist_ok=True)
     fresh = pages(directory)
     for name in stale(directory):

@@ -24,6 +24,7 @@ from vllm_ssdkv.fpga_offload.estimator import (
     SparfReads,
     hilos_cycles,
     simulated_cycles,
+    simulated_sparf,
 )
 from vllm_ssdkv.fpga_offload.estimator import (
     estimate as estimate_step,
@@ -195,11 +196,11 @@ def _line(
             raise BenchError("HILOS' kernel attends to whole contexts, with heads of 128 channels")
         return hilos_cycles(group)
     known = {row.kernel for row in cycles if (row.head_size, row.group) == (head_size, group)}
-    kernel = "attend"
-    if sparse:
-        kernel = "sparf" if "sparf" in known else "sparf_second"
+    if sparse and "sparf_first" in known:
+        return simulated_sparf(cycles, head_size=head_size, group=group, dtype=dtype)
+    kernel = "sparf_second" if sparse else "attend"
     line = simulated_cycles(cycles, kernel=kernel, head_size=head_size, group=group, dtype=dtype)
-    if kernel == "sparf_second":
+    if sparse:
         return dataclasses.replace(line, name="RTL, second step", origin="assumed")
     return line
 

@@ -36,6 +36,8 @@ def constants_table(cards: Sequence[Card], kernel: KernelCycles) -> Table:
     name = f"{kernel.name} kernel"
     table.add(name, "cycles of a beat", kernel.beat, kernel.origin, source)
     table.add(name, "cycles of a job more", kernel.job, kernel.origin, source)
+    if kernel.token:
+        table.add(name, "cycles of a token, to choose", kernel.token, kernel.origin, source)
     return table
 
 

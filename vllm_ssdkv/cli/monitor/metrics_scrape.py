@@ -77,11 +77,11 @@ class Scrape:
         return sum(self.values(name, **labels))
 
 
-def parse(text: str, at: float, url: str) -> Scrape:
-    """Parse a page.
+def parse(text: str, at: float, url: str, *, ours: bool = True) -> Scrape:
+    """Parse a page. ``ours``: it must have metrics of ours; else vLLM's are enough.
 
     Raises:
-        ScrapeError: it is not a page of metrics, or has none of ours.
+        ScrapeError: it is not a page of metrics, or has none of those.
     """
     samples: dict[str, dict[Labels, float]] = {}
     try:
@@ -90,7 +90,7 @@ def parse(text: str, at: float, url: str) -> Scrape:
                 samples.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
     except (ValueError, KeyError, IndexError) as error:
         raise ScrapeError(f"{url} is not a page of metrics ({error}): {_NAME_IT}") from None
-    if not any(name.startswith(PREFIX) for name in samples):
+    if not any(name.startswith(PREFIX if ours else _THEIRS) for name in samples):
         if any(name.startswith(_THEIRS) for name in samples):
             raise ScrapeError(
                 f"{url} has no metrics of ssdkv: that vLLM runs without the SSDKVConnector; start "
@@ -105,14 +105,15 @@ def parse(text: str, at: float, url: str) -> Scrape:
 _NAME_IT: Final = "name the address of vllm serve, e.g. ssdkv top http://localhost:8000"
 
 
-def fetch(url: str, timeout_s: float = TIMEOUT_S) -> Scrape:
+def fetch(url: str, timeout_s: float = TIMEOUT_S, *, ours: bool = True) -> Scrape:
     """Ask a server for its page. Blocks for at most twice ``timeout_s``.
 
     Args:
         url: From :func:`page_url`.
+        ours: As for :func:`parse`.
 
     Raises:
-        ScrapeError: it cannot be reached, does not answer in time, or has no metrics of ours.
+        ScrapeError: it cannot be reached, does not answer in time, or has no such metrics.
     """
     deadline = time.monotonic() + timeout_s
     page = bytearray()
@@ -130,7 +131,7 @@ def fetch(url: str, timeout_s: float = TIMEOUT_S) -> Scrape:
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise ScrapeError(f"{url} cannot be reached ({reason}): {_NAME_IT}") from None
-    return parse(page.decode("utf-8", "replace"), time.monotonic(), url)
+    return parse(page.decode("utf-8", "replace"), time.monotonic(), url, ours=ours)
 
 
 def gained(older: Scrape, newer: Scrape, name: str, **labels: str) -> float:

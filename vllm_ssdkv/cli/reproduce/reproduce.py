@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -14,6 +14,9 @@ from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.bench.bench import PlotOption
 from vllm_ssdkv.cli.bench.tables_output import print_tables, write_markdown
 from vllm_ssdkv.profiling.table import Table
+
+if TYPE_CHECKING:
+    from vllm_ssdkv.profiling.simulation.papers.swarm_traces import TraceFigures
 
 
 def reproduce(
@@ -26,7 +29,7 @@ def reproduce(
             parser=arguments.directory,
             metavar="DIR",
             help="Traces of `ssdkv profile`: answer P10 to P14 with them, by the lab of "
-            "`ssdkv bench clusters`. Minutes of one core.",
+            "`ssdkv bench clusters`, in place of the figures on record. Minutes of one core.",
         ),
     ] = None,
     markdown: Annotated[
@@ -37,8 +40,9 @@ def reproduce(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Draw one figure into `--plot`: instinfer-devices, instinfer-batches, "
-            "swarm-entries, hilos-intervals, hilos-shares or dockerssd-lengths.",
+            help="Draw one figure into `--plot`: instinfer-devices, -batches or -traffic, "
+            "swarm-entries, hilos-intervals, -shares, -ablation, -kernel or -endurance, "
+            "dockerssd-lengths, -cache or -nodes, flexgen-batches.",
         ),
     ] = None,
     plot_file: PlotOption = None,
@@ -70,9 +74,8 @@ def reproduce(
             require_plot(plot_file)
             plot(CURVES[figure](), plot_file)
             return
-        made = tables(wanted)
-        answers = [] if traces is None else [_of_traces(traces)]
-        made += answers
+        figures, answers = (None, []) if traces is None else _of_traces(traces)
+        made = tables(wanted, figures) + answers
         if markdown is not None:
             write_markdown(made, markdown)
     except SSDKVError as error:
@@ -80,22 +83,25 @@ def reproduce(
         raise typer.Exit(1) from error
     if as_json:
         arguments.print_json(
-            {**document(wanted), "of_traces": [asdict(table) for table in answers]}
+            {**document(wanted, figures), "of_traces": [asdict(table) for table in answers]}
         )
         return
     print_tables([table for table in made if table.rows], as_json=False)
-    typer.echo(summary())
+    typer.echo(summary(figures))
 
 
-def _of_traces(directory: Path) -> Table:
-    """Swarm's rows on recorded traces.
+def _of_traces(directory: Path) -> tuple[TraceFigures, list[Table]]:
+    """Swarm's rows on recorded traces: figures for P11 and P13, and the lab's table.
 
     Raises:
         BenchError: the traces are damaged, or there are none.
     """
     from vllm_ssdkv.profiling.clusters.lab import Settings, measure
     from vllm_ssdkv.profiling.clusters.trace import read_traces
+    from vllm_ssdkv.profiling.simulation.papers.swarm_traces import measure as figures_of
 
     _, found = read_traces(directory)
     with Console(stderr=True).status("reading traces") as status:
-        return measure(found, Settings(tokens=False), status.update)[-1]
+        table = measure(found, Settings(tokens=False), status.update)[-1]
+        status.update("Swarm's rows")
+        return figures_of(found), [table]

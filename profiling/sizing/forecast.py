@@ -1,0 +1,516 @@
+"""Forecast of one way of serving: a mode, a selector and a batch, on one machine.
+
+Decode steps and prompts are simulated (:mod:`vllm_ssdkv.profiling.simulation.decode`). Around them
+stands a closed loop: as many requests as are served at a time, each prompt computed while others
+wait, then a token of each per step. So no figure depends on chance.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from vllm_ssdkv.base.errors import ConfigError, DramTooSmallError
+from vllm_ssdkv.base.sizes import approximate_size
+from vllm_ssdkv.profiling.simulation.decode import Setting, StepResult, System, decode, prefill
+from vllm_ssdkv.profiling.simulation.hardware import Drive, Machine
+from vllm_ssdkv.profiling.simulation.model_shape import ModelShape
+from vllm_ssdkv.profiling.simulation.storage import PlainDrive, Storage
+from vllm_ssdkv.profiling.sizing.costs import MEASURED_MISSES, EngineCosts, Misses
+from vllm_ssdkv.profiling.sizing.layout import (
+    BLOCK_TOKENS,
+    LARGEST_READ,
+    Division,
+    PagedLayout,
+    reuse_slot_bytes,
+)
+from vllm_ssdkv.profiling.sizing.machine import WEIGHTS_SHARE, SizedMachine
+from vllm_ssdkv.profiling.sizing.workload import Workload
+
+CHUNK: Final = 8192
+"""Tokens of a prompt that vLLM computes in a step, unless it is told."""
+DAY_S: Final = 86_400.0
+YEAR_DAYS: Final = 365.0
+WRITE_FACTOR: Final = 1.0
+"""Bytes of flash by bytes written: slots are written whole and in their order."""
+
+Mode = Literal["reuse", "page"]
+
+
+class BoundError(ConfigError):
+    """Something does not fit.
+
+    Attributes:
+        bound: What there is too little of.
+        factor: What is needed, by what there is.
+    """
+
+    def __init__(self, bound: str, needed: float, there: float, way: str) -> None:
+        self.bound = bound
+        self.factor = needed / there if there > 0 else math.inf
+        short = approximate_size(int(needed - there))
+        text = (
+            f"{approximate_size(int(needed))} needed, {approximate_size(int(max(0, there)))} there"
+        )
+        super().__init__(f"{bound}: {text}, {short} too little; {way}")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A way of serving.
+
+    Attributes:
+        budget: Share of a context that a selector reads.
+        batch: Requests that decode at a time.
+        window, staging: Options hbm_window_tokens and io.staging; None: as the engine has them.
+    """
+
+    mode: Mode
+    selector: str = "exact"
+    budget: float = 0.125
+    batch: int = 1
+    window: int | None = None
+    staging: int | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Check whether tokens are those of stock vLLM."""
+        return self.selector == "exact"
+
+    @property
+    def text(self) -> str:
+        """As it is shown."""
+        return self.mode if self.mode == "reuse" else f"page, {self.selector}"
+
+    def options(self) -> dict[str, object]:
+        """Options of the plugin, without devices and DRAM."""
+        if self.mode == "reuse":
+            return {"mode": "reuse"}
+        found: dict[str, object] = {"mode": "page", "selector": self.selector}
+        if self.window is not None:
+            found["hbm_window_tokens"] = self.window
+        if self.staging is not None:
+            found["io"] = {"staging": self.staging}
+        if not self.exact:
+            found["sparse"] = {"budget": self.budget}
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Figures of a choice.
+
+    Attributes:
+        tokens_per_s: Output of all requests, prompts included in the time.
+        decode_tokens_per_s: While nothing but decode steps runs.
+        step_s: Of a decode step.
+        ttft_s, hit_ttft_s: Seconds to the first token, alone: computed; where the found part is.
+        tier_bytes: KV of all requests at a time, by tier.
+        dram: Parts of DRAM in bytes.
+        read_bytes_per_s, written_bytes_per_s: Of each drive.
+        life_years: Of the drives, at full rate day and night; None: endurance is not known.
+        watts, usd_per_million: None: a part's figure is not known.
+        limit: What most of the time goes into.
+    """
+
+    choice: Choice
+    tokens_per_s: float
+    decode_tokens_per_s: float
+    step_s: float
+    ttft_s: float
+    hit_ttft_s: float
+    tier_bytes: dict[str, float]
+    dram: dict[str, float]
+    read_bytes_per_s: float
+    written_bytes_per_s: float
+    life_years: float | None
+    watts: float | None
+    usd_per_million: float | None
+    limit: str
+    notes: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Terms of costs: USD per kWh, and years until a machine is written off."""
+
+    usd_per_kwh: float = 0.15
+    years: float = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """A model, a workload and a machine.
+
+    Example:
+        Sizing(model, workload, machine).forecast(Choice("reuse", batch=4))
+    """
+
+    model: ModelShape
+    workload: Workload
+    machine: SizedMachine
+    costs: EngineCosts | None = None
+    terms: Terms = Terms()
+    block_tokens: int = BLOCK_TOKENS
+
+    def forecast(self, choice: Choice) -> Forecast:
+        """Forecast the choice.
+
+        Raises:
+            BoundError: it does not fit, and why.
+            ConfigError: the model is not served so.
+        """
+        return _Reuse(self, choice).forecast() if choice.mode == "reuse" else self._paged(choice)
+
+    def _paged(self, choice: Choice) -> Forecast:
+        return _Page(self, choice).forecast()
+
+    @property
+    def hbm_bytes(self) -> float:
+        """Memory of the GPU that KV may take. Raises BoundError: the weights do not fit."""
+        there = WEIGHTS_SHARE * self.machine.gpu.memory_bytes
+        weights = self.model.weight_bytes()
+        if weights >= there:
+            raise BoundError("HBM for weights", weights, there, "take more or larger GPUs")
+        return there - weights
+
+    @property
+    def engine(self) -> EngineCosts:
+        """Constants that were measured, or those that are assumed."""
+        return self.costs or EngineCosts(self.machine.step_overhead_s, misses=MEASURED_MISSES)
+
+
+class _Case:
+    """Common part of both modes."""
+
+    def __init__(self, sizing: Sizing, choice: Choice) -> None:
+        self.sizing, self.choice = sizing, choice
+        self.model, self.workload = sizing.model, sizing.workload
+        self.machine, self.batch = sizing.machine, choice.batch
+        self.kv_token = float(sizing.model.kv_bytes_per_token())
+        self.notes: list[str] = []
+
+    def simulated(self, request_bytes: float, padding: float = 1.0) -> tuple[Machine, Storage]:
+        """Machine and drives, for reads of so many bytes each."""
+        machine = self.machine
+        drives = [_slower(one, request_bytes, padding) for one in machine.drives]
+        of = Machine(machine.gpu, machine.gpu_link, machine.drives_link, len(drives))
+        return of, Storage.of([PlainDrive(one) for one in drives])
+
+    def prompt_s(self, system: System, machine: Machine, storage: Storage, tokens: float) -> float:
+        """Seconds to compute a prompt alone."""
+        setting = Setting(machine, storage, self.model, 1, max(1, round(tokens)))
+        steps = math.ceil(tokens / CHUNK)
+        return prefill(system, setting).seconds + steps * self.sizing.engine.step_s
+
+    def cycle(
+        self, step: StepResult, prompts_s: float, ttft: tuple[float, float], slot_token: float
+    ) -> Forecast:
+        """The closed loop of a batch. ``prompts_s``: of one request, others being found."""
+        work, batch = self.workload, self.batch
+        decode_s = work.output * step.seconds
+        seconds = batch * prompts_s + decode_s
+        tokens_per_s = batch * work.output / seconds
+        requests_per_s = batch / seconds
+        count = len(self.machine.drives)
+        written = requests_per_s * work.new_tokens * slot_token / count
+        read = requests_per_s * self.read_bytes(step) / count
+        watts, price = self.machine.watts, self.machine.price_usd
+        terms, usd = self.sizing.terms, None
+        if watts is not None and price is not None:
+            per_s = price / (terms.years * YEAR_DAYS * DAY_S) + watts / 3.6e6 * terms.usd_per_kwh
+            usd = 1e6 * per_s / tokens_per_s
+        return Forecast(
+            self.choice,
+            tokens_per_s,
+            batch / step.seconds,
+            step.seconds,
+            *ttft,
+            tier_bytes=self.tiers(),
+            dram=self.dram(),
+            read_bytes_per_s=read,
+            written_bytes_per_s=written,
+            life_years=_years(self.machine.drives, written),
+            watts=watts,
+            usd_per_million=usd,
+            limit=self.limit(step, batch * prompts_s, decode_s),
+            notes=tuple(self.notes),
+        )
+
+    def limit(self, step: StepResult, prompts_s: float, decode_s: float) -> str:
+        """Name what most of the time goes into."""
+        if prompts_s > decode_s:
+            return f"computing prompts ({prompts_s / (prompts_s + decode_s):.0%} of the time)"
+        busy = max(step.usage.values(), key=lambda one: one.busy_s).busy_s
+        if busy < self.sizing.engine.step_s:
+            return "what a step of vLLM takes beside memory and arithmetic"
+        named = {"gpu": "the GPU", "drive": "the drives", "link": "the link to the GPU"}
+        name = named.get(step.limit, "the link of the drives")
+        return f"{name} ({min(1.0, busy / step.seconds):.0%} of a decode step)"
+
+    def read_bytes(self, step: StepResult) -> float:
+        """Bytes that drives read for one request. To be said by the mode."""
+        raise NotImplementedError
+
+    def tiers(self) -> dict[str, float]:
+        """KV of all requests, by tier. To be said by the mode."""
+        raise NotImplementedError
+
+    def dram(self) -> dict[str, float]:
+        """Parts of DRAM. To be said by the mode."""
+        raise NotImplementedError
+
+
+class _Reuse(_Case):
+    """KV of requests that run lies in HBM; prefixes that were computed once come from drives."""
+
+    def forecast(self) -> Forecast:
+        machine, storage = self.simulated(LARGEST_READ)
+        system = System("reuse", kv="hbm", rest_s=self._rest_s())
+        self._check()
+        tokens = self.workload.tokens
+        step = decode(system, Setting(machine, storage, self.model, self.batch, tokens))
+        prompt, found = self.workload.prompt, self.workload.found * self.workload.prompt
+        alone = self.prompt_s(system, machine, storage, prompt)
+        hit = alone
+        if found >= self.sizing.block_tokens:
+            rest = alone - self.prompt_s(system, machine, storage, found)
+            hit = min(alone, max(0.0, rest) + self.load_s(found))
+        return self.cycle(step, hit, (alone, hit), self.slot_token)
+
+    @property
+    def slot_token(self) -> float:
+        """Bytes of a token on drives."""
+        return reuse_slot_bytes(self.model, self.sizing.block_tokens) / self.sizing.block_tokens
+
+    def load_s(self, tokens: float) -> float:
+        """Seconds to load a hit from drives, alone."""
+        rate = min(
+            sum(min(one.read_bandwidth, one.iops * LARGEST_READ) for one in self.machine.drives),
+            self.machine.drives_link,
+            self.machine.gpu_link,
+        )
+        latency = max(one.latency_s for one in self.machine.drives)
+        return tokens * self.slot_token / rate + latency + self.sizing.engine.hit_s
+
+    def _rest_s(self) -> float:
+        engine = self.sizing.engine
+        return engine.step_s + engine.row_s * self.batch
+
+    def _kv(self, tokens: float) -> float:
+        return self.model.kv_bytes(math.ceil(tokens)) + self.model.state_bytes()
+
+    def _check(self) -> None:
+        """Raises BoundError: HBM does not hold the batch, or the longest request; or drives do not
+        hold that."""
+        there, longest = self.sizing.hbm_bytes, self._kv(self.workload.longest)
+        way = "take a larger GPU or more of them, mode page, or shorter requests"
+        if longest > there:
+            raise BoundError("HBM for KV of the longest request", longest, there, way)
+        batch = self.batch * self._kv(self.workload.kept_tokens)
+        if batch > there:
+            raise BoundError(f"HBM for KV of {self.batch} requests", batch, there, way)
+        _check_drives(self.machine.drives, self.workload.longest * self.slot_token)
+
+    def read_bytes(self, step: StepResult) -> float:
+        return self.workload.found * self.workload.prompt * self.slot_token
+
+    def tiers(self) -> dict[str, float]:
+        kv = self.batch * self._kv(self.workload.kept_tokens)
+        stored = self.batch * self.workload.kept_tokens * self.slot_token
+        return {"hbm": kv, "dram": min(stored, self.machine.dram_bytes), "drives": stored}
+
+    def dram(self) -> dict[str, float]:
+        return {"frames": self.machine.dram_bytes}
+
+
+class _Page(_Case):
+    """HBM holds a window of each request; contexts lie in DRAM and on drives."""
+
+    def __init__(self, sizing: Sizing, choice: Choice) -> None:
+        super().__init__(sizing, choice)
+        self.layout = PagedLayout.of(self.model, choice.options(), sizing.block_tokens)
+        self.window = min(self.layout.config.window_tokens, self.workload.tokens)
+        self.context = max(0.0, self.workload.tokens - self.window)
+        self.division = self._divide()
+
+    def forecast(self) -> Forecast:
+        self._check()
+        step, machine, storage = self.step()
+        prompts = System("page", rest_s=0.0)
+        prompt, found = self.workload.prompt, self.workload.found * self.workload.prompt
+        alone = self._prompt_s(prompts, machine, storage, prompt)
+        hit = alone
+        if found >= self.sizing.block_tokens:
+            hit = max(0.0, alone - self._prompt_s(prompts, machine, storage, found))
+            hit += min(self.window, found) * self.kv_token / storage_rate(storage)
+        return self.cycle(step, hit, (alone, hit), self.layout.slot_bytes_per_token)
+
+    def step(self) -> tuple[StepResult, Machine, Storage]:
+        """A decode step, and the drives that prompts are written to."""
+        layout, engine = self.layout, self.sizing.engine
+        rest = engine.step_s + engine.row_s * self.batch
+        plain = self.simulated(LARGEST_READ)
+        if self.choice.exact:
+            machine, storage = self.simulated(layout.read_bytes, layout.padding)
+            system = System("page, exact", rest_s=rest)
+            setting = Setting(
+                *(machine, storage, self.model, self.batch, self.workload.tokens),
+                in_hbm=self.window / self.workload.tokens,
+                in_dram=self._in_frames(),
+            )
+            return decode(system, setting), *plain
+        chosen = self.chosen_pages()
+        missing = self.missing()
+        requests = missing * chosen * self.batch / max(1, self.layout.geometry.layers)
+        crowd = busiest(requests, len(self.machine.drives))
+        machine, storage = self.simulated(layout.read_bytes / crowd, layout.padding * crowd)
+        pages = self.layout.geometry.groups * self.layout.geometry.heads
+        of_layer = pages * self.layout.geometry.layers * self.context / layout.block_tokens
+        share = min(1.0, chosen / of_layer) if of_layer else 0.0
+        # Pages are known when the layer's query is: nothing is read before.
+        system = System("page, sparse", read_share=share, overlaps=False, rest_s=rest)
+        tokens = max(1, round(self.context))
+        setting = Setting(*(machine, storage, self.model, self.batch, tokens), in_dram=1 - missing)
+        return decode(system, setting), *plain
+
+    def missing(self) -> float:
+        """Part of the chosen pages that comes from drives."""
+        chosen = self.chosen_pages() * self.batch
+        known = self.sizing.engine.misses.get(self.choice.selector, Misses(1.0))
+        if not chosen:
+            return 0.0
+        if self.division.pages >= self._all_pages():
+            return 0.0
+        return known.of(self.workload.tokens, self.division.pages / chosen)
+
+    def _all_pages(self) -> float:
+        blocks = self.batch * self.context / self.layout.block_tokens
+        return blocks * self.layout.geometry.kv_pages
+
+    def chosen_pages(self) -> int:
+        """Pages that a step chooses from one context."""
+        return self.layout.chosen_pages(self.workload.tokens)
+
+    def _in_frames(self) -> float:
+        """Part of the contexts that frames hold."""
+        outside = 1 - self.window / self.workload.tokens
+        return min(outside, self.division.frames / (self.batch * self.workload.tokens))
+
+    def _divide(self) -> Division:
+        # As the engine does it: by its limits, whatever runs.
+        tokens = self.batch * self.workload.longest
+        try:
+            return self.layout.divide(self.machine.dram_bytes, tokens)
+        except DramTooSmallError as error:
+            raise BoundError(
+                "DRAM of page mode", error.needed, self.machine.dram_bytes, "add DRAM"
+            ) from None
+
+    def _prompt_s(self, system: System, machine: Machine, storage: Storage, tokens: float) -> float:
+        """A prompt alone: each chunk attends to the ones before it, which come from below."""
+        computed = self.prompt_s(system, machine, storage, tokens)
+        before = max(0.0, tokens - self.window)
+        again = before**2 / (2 * CHUNK) * self.kv_token * self.layout.padding
+        missing = max(0.0, 1 - self.division.frames / max(1.0, tokens))
+        slowest = min(storage_rate(storage), self.machine.drives_link)
+        read_s = max(again * missing / slowest, again / self.machine.gpu_link)
+        return max(computed, read_s)
+
+    def _check(self) -> None:
+        """Raises BoundError: HBM, DRAM or drives do not hold what they must."""
+        window = self.batch * (self.window + 2 * self.layout.block_tokens) + CHUNK
+        way = "take a larger GPU, or fewer requests at a time"
+        if window * self.kv_token > self.sizing.hbm_bytes:
+            raise BoundError("HBM for windows", window * self.kv_token, self.sizing.hbm_bytes, way)
+        slot = self.layout.slot_bytes_per_token
+        tokens = max(self.batch * self.workload.kept_tokens, float(self.workload.longest))
+        _check_drives(self.machine.drives, tokens * slot)
+        if not self.choice.exact and self.division.summaries < self.batch * self.context:
+            held = max(1, self.division.summaries)
+            per = self.machine.dram_bytes / held
+            raise BoundError(
+                f"DRAM for summaries of {self.batch} contexts",
+                per * self.batch * self.context,
+                self.machine.dram_bytes,
+                "add DRAM, or take fewer requests at a time",
+            )
+
+    def read_bytes(self, step: StepResult) -> float:
+        drives = sum(use.nbytes for name, use in step.usage.items() if name.startswith("drive "))
+        new = self.batch * self.kv_token
+        return max(0.0, drives - new) / self.batch * self.workload.output
+
+    def tiers(self) -> dict[str, float]:
+        kv = self.batch * self.workload.kept_tokens
+        window = self.batch * self.window * self.kv_token
+        dram = min(kv, self.division.frames) * self.kv_token
+        if not self.choice.exact:
+            dram += min(self.division.pages, self._all_pages()) * self.layout.geometry.page_bytes
+        slot = self.layout.slot_bytes_per_token
+        return {"hbm": window, "dram": dram, "drives": kv * slot}
+
+    def dram(self) -> dict[str, float]:
+        return {name: float(nbytes) for name, nbytes in self.division.nbytes.items() if nbytes}
+
+
+def page_step(sizing: Sizing, choice: Choice) -> StepResult:
+    """A decode step in mode page. Raises BoundError, ConfigError: see :meth:`Sizing.forecast`."""
+    return _Page(sizing, choice).step()[0]
+
+
+def page_room(sizing: Sizing, choice: Choice) -> tuple[float, float]:
+    """Pages that DRAM keeps, in what a step chooses; and the bytes of that.
+
+    Raises:
+        BoundError, ConfigError: see :meth:`Sizing.forecast`.
+    """
+    case = _Page(sizing, choice)
+    chosen = case.chosen_pages() * case.batch
+    return case.division.pages / chosen, float(chosen * case.layout.geometry.page_bytes)
+
+
+def hit_s(sizing: Sizing, tokens: float) -> float:
+    """Seconds to the first token of a hit in mode reuse that is all of the prompt."""
+    return _Reuse(sizing, Choice("reuse")).load_s(tokens)
+
+
+def busiest(requests: float, drives: int) -> float:
+    """Work of the busiest drive, by the mean, of requests that fall anywhere.
+
+    ``sqrt(2 ln d / m)`` beside 1 for means of m requests: the largest of d counts, about.
+    """
+    if drives == 1 or requests <= 0:
+        return 1.0
+    mean = requests / drives
+    return min(float(drives), 1 + math.sqrt(2 * math.log(drives) / mean))
+
+
+def storage_rate(storage: Storage) -> float:
+    """Bytes/s of all drives, by the share that each has."""
+    pairs = zip(storage.devices, storage.shares, strict=True)
+    return min(device.rate / share for device, share in pairs if share)
+
+
+def _slower(drive: Drive, request_bytes: float, padding: float) -> Drive:
+    """The drive, whose bandwidth is that of requests of so many bytes, padding included."""
+    rate = min(drive.read_bandwidth / padding, drive.iops * request_bytes)
+    return drive.with_figures(read_bandwidth=rate)
+
+
+def _check_drives(drives: tuple[Drive, ...], nbytes: float) -> None:
+    sizes = [one.capacity_bytes for one in drives]
+    known = [size for size in sizes if size is not None]
+    if len(known) == len(sizes) and nbytes > sum(known):
+        way = "add drives, or shorten or serve fewer requests"
+        raise BoundError("capacity of the drives", nbytes, sum(known), way)
+
+
+def _years(drives: tuple[Drive, ...], bytes_per_s: float) -> float | None:
+    """Years until the first drive is worn; each is written the same."""
+    lives = [one.endurance_bytes for one in drives]
+    known = [life for life in lives if life is not None]
+    if len(known) != len(lives) or bytes_per_s <= 0:
+        return None
+    return min(known) / (bytes_per_s * WRITE_FACTOR) / DAY_S / YEAR_DAYS

@@ -1,0 +1,218 @@
+"""``ssdkv plan``: its table, JSON, picture and errors; this machine as it is detected."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.cli.main import app
+from vllm_ssdkv.cli.monitor.metrics_scrape import parse
+from vllm_ssdkv.cli.plan import detect
+from vllm_ssdkv.cli.plan.server import counted
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.profiling.recall.recall import MODEL_DIR
+from vllm_ssdkv.profiling.sizing import validate
+from vllm_ssdkv.profiling.sizing.measure import DecodeRun
+from vllm_ssdkv.profiling.sizing.runs import Run
+
+MACHINE = """\
+gpu: h100-80
+gpu_link: pcie5-x16
+dram: 128GiB
+drives: [{kind: pm9a3, count: 2, capacity_bytes: 3.84TB, endurance_bytes: 7.0e+15}]
+"""
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> str:
+    file = tmp_path / "machine.yaml"
+    file.write_text(MACHINE)
+    return str(file)
+
+
+def test_a_plan_ends_with_the_command_that_serves(machine: str) -> None:
+    result = run("llama-3.1-8b", "--machine", machine, "--prompt", "8192-16384")
+    assert result.exit_code == 0
+    for text in ("tokens/s of all", "Ways", "One purchase", "Most would change", "limited by"):
+        assert text in result.stdout
+    words = shlex.split(result.stdout.splitlines()[-1])
+    assert words[:3] == ["vllm", "serve", "llama-3.1-8b"]
+    config = json.loads(words[words.index("--kv-transfer-config") + 1])
+    SSDKVConfig.from_extra_config(config["kv_connector_extra_config"])
+
+
+def test_json_and_picture(machine: str, tmp_path: Path) -> None:
+    picture = tmp_path / "plan.png"
+    result = run("llama-3.1-8b", "--machine", machine, "--json", "--plot", str(picture))
+    found = json.loads(result.stdout)
+    assert found["best"]["choice"]["mode"] == "reuse"
+    assert found["kv_transfer_config"]["kv_connector"] == "SSDKVConnector"
+    assert found["command"].startswith("vllm serve")
+    assert found["validation"] is None
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_prompts_are_counted_with_the_models_tokenizer(machine: str, tmp_path: Path) -> None:
+    file = tmp_path / "batch.jsonl"
+    body = {"messages": [{"role": "user", "content": "w1 w2 w3"}], "max_tokens": 4}
+    file.write_text(json.dumps({"body": body}) + "\n")
+    result = run(str(MODEL_DIR), "--workload", str(file), "--machine", machine, "--json")
+    work = json.loads(result.stdout)["workload"]
+    assert work["output"] == 4
+    assert work["notes"] == [], "no guess of bytes"
+
+
+def test_validation_shows_predictions_beside_measurements(
+    machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def measured(run: Run, directory: Path | None, console: Console) -> list[dict[str, Any]]:
+        asked.append(run.name)
+        assert isinstance(run.of, DecodeRun)
+        of = run.of
+        rows = []
+        for number, one in enumerate(of.batches):
+            row = {"drives": of.drives, "selector": of.selector, "dram_bytes": 32 << 20}
+            row |= {"bandwidth": of.bandwidth, "iops": of.iops, "latency": of.latency}
+            row |= {"context": one.tokens, "batch": one.batch, "longest": one.tokens + 128}
+            rows.append({**row, "step_s": 1.0, "step_bytes": 1e5 * (number + 1)})
+            rows[-1]["tokens_per_s"] = one.batch / 1.0
+        return rows
+
+    monkeypatch.setattr(validate, "measure", measured)
+    result = run("llama-3.1-8b", "--machine", machine, "--validate", "--json")
+    table = json.loads(result.stdout)["validation"]
+    assert asked == list(validate.HERE)
+    assert len(table["rows"]) == 4
+    assert table["note"].endswith("of 4 within 20%.")
+    assert (
+        "Predicted and measured" in run("llama-3.1-8b", "--machine", machine, "--validate").stdout
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["no-such-model"], "MODEL: 'no-such-model' is no directory"),
+        (["llama-3.1-8b", "--prompt", "many"], "--prompt: got 'many'"),
+        (["llama-3.1-8b", "--want-tokens", "1e9"], "impossible: reuse: tokens/s: 1e+09 wanted"),
+        (["llama-3.1-8b", "--want-ttft", "-1"], "--want-ttft: got -1.0"),
+        (["llama-3.1-8b", "--dram", "1GiB"], "--dram: --machine is given"),
+        (["llama-3.1-8b", "--server", "ftp://x"], "ftp://x is not the URL of a server"),
+    ],
+)
+def test_what_is_wrong_is_the_last_line(machine: str, arguments: list[str], told: str) -> None:
+    result = run(*arguments, "--machine", machine)
+    assert result.exit_code == 1
+    assert told in result.stderr.splitlines()[-1]
+
+
+def test_options_that_are_no_choice(machine: str) -> None:
+    result = run("llama-3.1-8b", "--machine", machine, "--selectors", "all")
+    assert result.exit_code == 2
+    assert "any of exact, bounds, sparf" in " ".join(result.output.replace("│", " ").split())
+
+
+def rows(**other: Any) -> list[dict[str, Any]]:  # noqa: ANN401
+    of = {"contender": "ssdkv uring", "devices": 2, "refused": None, "error": None, **other}
+    return [
+        {**of, "op": "read", "size": 4096, "depth": 1, "bytes_per_s": 8e7, "iops": 2e4},
+        {**of, "op": "read", "size": 4096, "depth": 64, "bytes_per_s": 8e8, "iops": 2e5},
+        {**of, "op": "read", "size": 1 << 20, "depth": 64, "bytes_per_s": 6e9, "iops": 6e3},
+        {**of, "op": "write", "size": 1 << 20, "depth": 64, "bytes_per_s": 2e9, "iops": 2e3},
+        {**of, "contender": "fio", "op": "read", "size": 4096, "depth": 64, "refused": "no"},
+    ]
+
+
+def test_rates_of_a_drive_are_those_of_bench_io(tmp_path: Path) -> None:
+    rates = detect.drive_rates({"rows": rows()})
+    assert rates == {
+        "read_bandwidth": 3e9,
+        "write_bandwidth": 1e9,
+        "iops": 1e5,
+        "latency_s": pytest.approx(1e-4),
+    }
+    with pytest.raises(ConfigError, match="no reads or no writes"):
+        detect.drive_rates({"rows": rows()[:3]})
+    file = tmp_path / "io.json"
+    file.write_text("[]")
+    with pytest.raises(ConfigError, match="has no rows"):
+        detect.read_document(file)
+
+
+def test_this_machine_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no driver of a GPU
+    file = tmp_path / "io.json"
+    file.write_text(json.dumps({"rows": rows()}))
+    where = [
+        "--device",
+        str(tmp_path),
+        "--io",
+        str(file),
+        "--dram",
+        "1GiB",
+        "--endurance",
+        "1400TB",
+    ]
+    result = run(str(MODEL_DIR), *where, "--prompt", "4096", "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["machine"]["drives"] == 1
+    assert found["best"]["life_years"] is not None
+    options = found["kv_transfer_config"]["kv_connector_extra_config"]
+    assert options["devices"] == [{"path": str(tmp_path / detect.STORE)}]
+    assert "--kv-cache-memory-bytes" in found["command"]
+
+
+def test_a_gpu_is_known_by_the_drivers_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3'\necho 'NVIDIA H100 80GB HBM3'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    file = tmp_path / "io.json"
+    file.write_text(json.dumps({"rows": rows()}))
+    where = ["--device", str(tmp_path), "--io", str(file), "--json"]
+    found = json.loads(run("llama-3.1-8b", *where, "--prompt", "4096").stdout)
+    assert (found["machine"]["gpu"], found["machine"]["gpus"]) == ("h100-80", 2)
+    assert "--tensor-parallel-size 2" in found["command"]
+    program.write_text("#!/bin/sh\necho 'NVIDIA GeForce 256'\n")
+    result = run("llama-3.1-8b", *where)
+    assert "gpu: 'NVIDIA GeForce 256' is not described" in result.stderr.splitlines()[-1]
+
+
+def test_a_server_tells_what_it_is_asked() -> None:
+    page = """\
+vllm:request_prompt_tokens_bucket{engine="0",le="1000.0"} 3.0
+vllm:request_prompt_tokens_bucket{engine="0",le="2000.0"} 4.0
+vllm:request_prompt_tokens_bucket{engine="0",le="5000.0"} 4.0
+vllm:request_prompt_tokens_bucket{engine="0",le="+Inf"} 4.0
+vllm:request_prompt_tokens_count{engine="0"} 4.0
+vllm:request_prompt_tokens_sum{engine="0"} 4000.0
+vllm:request_generation_tokens_bucket{engine="0",le="50.0"} 4.0
+vllm:request_generation_tokens_bucket{engine="0",le="+Inf"} 4.0
+vllm:request_generation_tokens_count{engine="0"} 4.0
+vllm:request_generation_tokens_sum{engine="0"} 100.0
+vllm:prefix_cache_queries_total{engine="0"} 4000.0
+vllm:prefix_cache_hits_total{engine="0"} 1000.0
+vllm:external_prefix_cache_hits_total{engine="0"} 500.0
+vllm:num_requests_running{engine="0"} 2.0
+vllm:num_requests_waiting{engine="0"} 1.0
+"""
+    found = counted(parse(page, 0.0, "url", ours=False))
+    assert (found.prompts, found.prompt_tokens, found.output_tokens) == (4, 4000, 100)
+    assert (found.longest_prompt, found.longest_output) == (2000, 50)
+    assert (found.asked, found.found, found.running) == (4000, 1500, 3)

@@ -1,0 +1,270 @@
+"""Plans by their properties: what better machines give, what does not fit, what is told."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.base.sizes import GIB
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.profiling.simulation.model_shape import ModelShape, find_model
+from vllm_ssdkv.profiling.sizing.forecast import BoundError, Choice, Sizing, busiest
+from vllm_ssdkv.profiling.sizing.machine import (
+    MachineFile,
+    SizedMachine,
+    checked,
+    machine_of,
+    read_machine,
+)
+from vllm_ssdkv.profiling.sizing.plan import Plan, Wish, curves, make_plan, parts
+from vllm_ssdkv.profiling.sizing.serve import serve_command, transfer_config
+from vllm_ssdkv.profiling.sizing.workload import Workload
+
+LLAMA = find_model("llama-3.1-8b")
+
+
+def machine(drives: int = 2, dram: float = 64 * GIB, gpu: str = "a100-40") -> SizedMachine:
+    entry = {"kind": "pm9a3", "count": drives, "capacity_bytes": "2TB", "endurance_bytes": 3e15}
+    given = {"gpu": gpu, "gpu_link": "pcie4-x16", "dram": dram, "drives": [entry]}
+    return machine_of(checked(MachineFile, given, "test"), "test")
+
+
+def sizing(prompt: float = 16384, *, at_a_time: int = 4, **other: float) -> Sizing:
+    work = Workload(prompt, 256, int(prompt) + 256, at_a_time, other.get("found", 0.0))
+    on = machine(int(other.get("drives", 2)), other.get("dram", 64 * GIB))
+    return Sizing(LLAMA, work, on)
+
+
+WAYS = st.sampled_from(
+    [Choice("reuse"), Choice("page"), Choice("page", "bounds"), Choice("page", "sparf")]
+)
+
+
+@given(
+    way=WAYS,
+    batch=st.sampled_from([1, 2, 4]),
+    prompt=st.integers(2048, 100_000),
+    drives=st.integers(1, 6),
+    dram=st.sampled_from([8.0, 32.0, 96.0]),
+    found=st.sampled_from([0.0, 0.5, 0.95]),
+)
+@settings(deadline=None, max_examples=15)
+def test_no_purchase_makes_a_way_slower(
+    way: Choice, batch: int, prompt: int, drives: int, dram: float, found: float
+) -> None:
+    here = sizing(prompt, drives=drives, dram=dram * GIB, found=found, at_a_time=batch)
+    choice = replace(way, batch=batch)
+    try:
+        before = here.forecast(choice)
+    except BoundError:
+        return
+    for name, _, better in parts(here.machine):
+        after = replace(here, machine=better).forecast(choice)
+        assert after.tokens_per_s >= before.tokens_per_s * (1 - 1e-6), name
+        assert after.hit_ttft_s <= before.hit_ttft_s * (1 + 1e-6), name
+
+
+def test_a_drive_is_busy_for_no_more_than_it_can() -> None:
+    for way in (Choice("page", batch=4), Choice("page", "bounds", batch=4)):
+        found = sizing(65536).forecast(way)
+        assert found.read_bytes_per_s <= machine().drives[0].read_bandwidth
+        assert found.tokens_per_s <= found.decode_tokens_per_s
+
+
+def test_what_is_found_is_not_computed_nor_written() -> None:
+    none, most = (sizing(found=part).forecast(Choice("reuse", batch=2)) for part in (0.0, 0.9))
+    assert none.ttft_s == most.ttft_s
+    assert none.hit_ttft_s == none.ttft_s
+    assert most.hit_ttft_s < none.hit_ttft_s / 3
+    per_token = [one.written_bytes_per_s / one.tokens_per_s for one in (none, most)]
+    assert per_token[1] == pytest.approx(per_token[0] * (1638.4 + 256) / (16384 + 256))
+
+
+def test_life_is_endurance_by_what_is_written() -> None:
+    found = sizing().forecast(Choice("reuse", batch=2))
+    assert found.life_years is not None
+    days = 3e15 / (found.written_bytes_per_s * 86_400)
+    assert found.life_years == pytest.approx(days / 365)
+    # Every token of a request is written once, header and all, over two drives.
+    requests_per_s = found.tokens_per_s / 256
+    assert found.written_bytes_per_s * 2 == pytest.approx(
+        requests_per_s * (16384 + 256) * LLAMA.kv_bytes_per_token(), rel=0.01
+    )
+
+
+def test_the_plan_is_exact_unless_the_wish_needs_more() -> None:
+    long = sizing(200_000, at_a_time=2)
+    exact = make_plan(long, Wish())
+    assert exact.best.choice == Choice("page", batch=exact.best.choice.batch)
+    assert [one.startswith("reuse: HBM for KV") for one in exact.refused] == [True]
+    wish = Wish(tokens_per_s=2 * exact.best.tokens_per_s)
+    assert make_plan(long, wish).best.choice.selector in ("bounds", "sparf")
+    assert make_plan(sizing(), Wish()).best.choice.mode == "reuse"
+
+
+def test_a_wish_that_is_not_possible_names_the_bound_last() -> None:
+    with pytest.raises(ConfigError) as told:
+        make_plan(sizing(), Wish(tokens_per_s=1e6))
+    last = str(told.value).splitlines()[-1]
+    assert last.startswith("impossible: reuse: tokens/s: 1e+06 wanted, ")
+    best = make_plan(sizing(), Wish()).best
+    assert f"(a factor of {1e6 / best.tokens_per_s:.3g})" in last
+    with pytest.raises(ConfigError, match=r"drive life: 1e\+05 years wanted"):
+        make_plan(sizing(), Wish(life_years=1e5))
+    with pytest.raises(ConfigError, match="TTFT: 1e-06 s wanted"):
+        make_plan(sizing(), Wish(ttft_s=1e-6))
+
+
+def test_a_wish_for_life_needs_endurance() -> None:
+    drives = tuple(one.model_copy(update={"endurance_bytes": None}) for one in machine().drives)
+    unknown = replace(sizing(), machine=replace(machine(), drives=drives))
+    assert make_plan(unknown, Wish()).best.life_years is None
+    with pytest.raises(ConfigError, match="--want-life: endurance_bytes"):
+        make_plan(unknown, Wish(life_years=1))
+
+
+def test_what_keeps_more_from_running_is_told() -> None:
+    best = make_plan(sizing(32768, at_a_time=32), Wish(), selectors=["exact"]).best
+    assert best.choice.batch < 32
+    (note,) = best.notes
+    assert note.startswith(f"no more at a time: HBM for KV of {2 * best.choice.batch} requests: ")
+    assert make_plan(sizing(4096, at_a_time=1), Wish()).best.notes == ()
+
+
+def test_what_never_fits_names_the_nearest_bound() -> None:
+    with pytest.raises(ConfigError) as told:
+        make_plan(sizing(90_000_000, at_a_time=1), Wish())
+    last = str(told.value).splitlines()[-1]
+    assert last.startswith("impossible: capacity of the drives: ")
+    assert "too little" in last
+    large = replace(sizing(), model=find_model("opt-175b"))
+    with pytest.raises(ConfigError, match="HBM for weights"):
+        make_plan(large, Wish())
+
+
+@pytest.mark.parametrize("name", ["tokens_per_s", "ttft_s", "life_years"])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_a_wish_is_a_number(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=r"--want-(tokens|ttft|life)"):
+        Wish(**{name: value})
+
+
+def test_a_model_without_plain_attention_has_no_page_mode() -> None:
+    shape = {"model_type": "deepseek_v2", "num_hidden_layers": 2, "hidden_size": 256}
+    shape |= {"num_attention_heads": 4, "kv_lora_rank": 64, "qk_rope_head_dim": 16}
+    model = ModelShape.of({**shape, "dtype": "bfloat16"}, name="latent")
+    made = make_plan(replace(sizing(), model=model), Wish())
+    assert made.best.choice.mode == "reuse"
+    assert any("mode page serves attention layers that are alike" in one for one in made.refused)
+
+
+def test_options_are_those_that_the_engine_takes(tmp_path: Path) -> None:
+    on = replace(machine(), paths=(str(tmp_path / "a"), str(tmp_path / "b")))
+    made = make_plan(replace(sizing(200_000, at_a_time=2), machine=on), Wish(), selectors=["exact"])
+    config = transfer_config(made.sizing, made.best)
+    options = SSDKVConfig.from_extra_config(config["kv_connector_extra_config"])
+    assert (options.mode, options.selector) == ("page", "exact")
+    assert len(config["kv_connector_extra_config"]["devices"]) == 2
+    command = serve_command(made.sizing, made.best, "some/model")
+    assert command.startswith("vllm serve some/model --max-model-len 200256 --max-num-seqs ")
+    assert "--attention-backend CUSTOM" in command
+    processor = replace(made.sizing, machine=replace(on, cpu=True))
+    told = serve_command(processor, made.best, "m")
+    assert "--kv-cache-memory-bytes" in told
+    assert "--attention-backend" not in told
+
+
+def schema(value: object) -> object:
+    """Names and kinds of a document, without its values."""
+    if isinstance(value, dict):
+        return {name: schema(inner) for name, inner in value.items()}
+    return [schema(value[0])] if isinstance(value, list | tuple) and value else type(value).__name__
+
+
+def test_the_document_has_the_fields_that_others_read() -> None:
+    found = make_plan(sizing(), Wish()).document()
+    assert list(found) == [
+        *("schema", "model", "workload", "machine", "best", "others", "refused", "purchases"),
+    ]
+    assert found["schema"] == 1
+    assert (
+        schema(found["purchases"])
+        == [
+            {
+                "name": "str",
+                "usd": "float",
+                "gain": "float",
+                "ttft_gain": "float",
+                "tokens_per_s": "float",
+                "hit_ttft_s": "float",
+            }
+        ]
+        or found["purchases"][0]["usd"] is None
+    )
+    assert list(found["best"]) == [
+        *("choice", "tokens_per_s", "decode_tokens_per_s", "step_s", "ttft_s", "hit_ttft_s"),
+        *("tier_bytes", "dram", "read_bytes_per_s", "written_bytes_per_s", "life_years"),
+        *("watts", "usd_per_million", "limit", "notes"),
+    ]
+    assert set(found["best"]["tier_bytes"]) == {"hbm", "dram", "drives"}
+
+
+def test_purchases_are_told_by_what_they_change(tmp_path: Path) -> None:
+    made: Plan = make_plan(sizing(200_000, at_a_time=4), Wish(), selectors=["exact"])
+    gains = [round(one.gain, 6) for one in made.purchases]
+    assert gains == sorted(gains, reverse=True)
+    assert "one drive more" in [one.name for one in made.purchases]
+    text = "\n".join(table.markdown() for table in made.tables())
+    assert f"Most would change: {made.purchases[0].name}" in text
+    assert set(curves(made.sizing, ["exact"], 0.125)) == {"page, exact"}
+
+
+def test_two_gpus_count_as_their_sum(tmp_path: Path) -> None:
+    file = tmp_path / "machine.yaml"
+    file.write_text("gpu: a100-40\ngpus: 2\ndram: 64GiB\ndrives: [{kind: pm9a3}]\n")
+    found, one = read_machine(file), machine()
+    assert found.gpu.flops == 2 * one.gpu.flops
+    assert found.gpu_link == 2 * 32e9
+    assert found.watts is not None
+    assert found.price_usd is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("gpu: h1\ndram: 1GiB\ndrives: [{kind: pm9a3}]", "gpu: gpus: 'h1' is not described"),
+        ("gpu: a6000\ndram: 1Q\ndrives: [{kind: pm9a3}]", "dram: got '1Q'; unknown unit"),
+        ("gpu: a6000\ndram: 1GiB\ndrives: []", "drives: got"),
+        ("gpu: a6000\ndram: 1GiB\ndrives: [{kind: none}]", "drives[0]: drives: 'none' is not"),
+        ("gpu: a6000\ndram: 1GiB\ndrives: [{iops: 9}]", "drives[0]: read_bandwidth: missing"),
+        ("gpu: a6000\ndram: 1GiB\ndrives: [{kind: pm9a3, count: 0}]", "drives[0].count: got 0"),
+        ("gpu: a6000\ndram: 1GiB\nram: 1\ndrives: [{kind: pm9a3}]", "ram: got 1; unknown; known"),
+        ("gpu: {flops: 1}\ndram: 1GiB\ndrives: [{kind: pm9a3}]", "gpu.memory_bytes: "),
+        ("gpu: a6000\ndrives: [{kind: pm9a3}]", "dram: "),
+        ("- 1", "give an object"),
+        ("a: [", "is no YAML"),
+    ],
+)
+def test_nonsense_of_a_machine_names_the_field(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "machine.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as found:
+        read_machine(file)
+    assert told in str(found.value)
+    assert str(file) in str(found.value)
+
+
+def test_the_busiest_drive_has_more_than_the_mean() -> None:
+    assert busiest(100, 1) == 1.0
+    assert 1 < busiest(1000, 4) < busiest(10, 4) <= 4.0
+    # More drives never have more to do, the busiest of them.
+    for requests in (1, 7, 50, 1000):
+        shares = [busiest(requests, drives) / drives for drives in range(1, 33)]
+        assert all(b <= a + 1e-9 for a, b in itertools.pairwise(shares))

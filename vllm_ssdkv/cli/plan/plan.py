@@ -1,0 +1,269 @@
+"""``ssdkv plan``: how to serve a workload on a machine, and what that will give."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from vllm_ssdkv.base.errors import ConfigError, SSDKVError
+from vllm_ssdkv.base.host import default_root
+from vllm_ssdkv.cli import arguments
+from vllm_ssdkv.cli.bench.bench import PlotOption
+from vllm_ssdkv.cli.bench.tables_output import print_tables
+from vllm_ssdkv.profiling.simulation.model_shape import ModelShape, known_models
+from vllm_ssdkv.profiling.sizing.forecast import Sizing, Terms
+from vllm_ssdkv.profiling.sizing.layout import BLOCK_TOKENS, CPU_BLOCK_TOKENS
+from vllm_ssdkv.profiling.sizing.machine import SizedMachine, read_machine
+from vllm_ssdkv.profiling.sizing.plan import SELECTORS, Plan, Wish, curves, make_plan
+from vllm_ssdkv.profiling.sizing.serve import serve_command, transfer_config
+from vllm_ssdkv.profiling.sizing.validate import validate_here, validation_table
+from vllm_ssdkv.profiling.sizing.workload import Tokenize, Workload, of_lengths, of_prompts
+from vllm_ssdkv.profiling.table import Table
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A model directory, a config.json, or a name of profiling/simulation/data.",
+        ),
+    ],
+    workload: Annotated[
+        Path | None,
+        typer.Option(
+            parser=arguments.file_to_read,
+            metavar="FILE",
+            help="Prompts: JSON lines in OpenAI's batch form. What they share is counted.",
+        ),
+    ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="A running vLLM: its /metrics say what is asked."),
+    ] = None,
+    prompt: Annotated[
+        str, typer.Option(help="Tokens of a prompt, e.g. 32768 or 1024-65536.")
+    ] = "32768",
+    output: Annotated[str, typer.Option(help="Tokens of an answer, likewise.")] = "512",
+    at_a_time: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=4096,
+            show_default="8, or what the server has",
+            help="Requests that want to be served at a time.",
+        ),
+    ] = None,
+    found: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Part of the prompts that an earlier one begins with."),
+    ] = 0.0,
+    machine: Annotated[
+        Path | None,
+        typer.Option(
+            parser=arguments.file_to_read,
+            metavar="FILE",
+            help="A machine in YAML, see docs/sizing.md; default: this one, as detected.",
+        ),
+    ] = None,
+    device: Annotated[
+        list[Path] | None,
+        typer.Option(
+            parser=arguments.directory_to_write,
+            metavar="DIR",
+            help="Of this machine: a directory on each drive, which is measured for seconds; may "
+            "be repeated.",
+        ),
+    ] = None,
+    io: Annotated[
+        Path | None,
+        typer.Option(
+            "--io",
+            parser=arguments.file_to_read,
+            metavar="FILE",
+            help="Rates of the drives: what `ssdkv bench io --json` printed.",
+        ),
+    ] = None,
+    dram: Annotated[
+        int | None,
+        typer.Option(
+            parser=arguments.size,
+            metavar="SIZE",
+            show_default="half of what is free; without a GPU a tenth",
+            help="Of this machine, for KV.",
+        ),
+    ] = None,
+    endurance: Annotated[
+        int | None,
+        typer.Option(
+            parser=arguments.size,
+            metavar="SIZE",
+            help="Of this machine: that each drive may be written, its TBW.",
+        ),
+    ] = None,
+    want_tokens: Annotated[
+        float | None, typer.Option(help="Tokens/s of all requests, at least.")
+    ] = None,
+    want_ttft: Annotated[
+        float | None, typer.Option(help="Seconds to the first token, at most.")
+    ] = None,
+    want_life: Annotated[
+        float | None, typer.Option(help="Years that the drives must last, at least.")
+    ] = None,
+    selectors: Annotated[
+        str, typer.Option(help="Of mode page. exact alone: no token is another than stock vLLM's.")
+    ] = ",".join(SELECTORS),
+    budget: Annotated[
+        float, typer.Option(min=0.001, max=1, help="Share of a context that a selector reads.")
+    ] = 0.125,
+    usd_per_kwh: Annotated[float, typer.Option(min=0, max=100, help="Price of energy.")] = 0.15,
+    years: Annotated[
+        float, typer.Option(min=0.1, max=50, help="Until the machine is written off.")
+    ] = 4.0,
+    validate: Annotated[
+        bool,
+        typer.Option(
+            "--validate",
+            help="Also run the real engine on throttled drives here, minutes, and show what was "
+            "predicted beside what was measured.",
+        ),
+    ] = False,
+    as_json: arguments.Json = False,
+    plot_file: PlotOption = None,
+) -> None:
+    """Plan a machine for a model and a workload: what serves best, and what it will give.
+
+    Mode, selector, requests at a time and the division of DRAM; tokens/s, time to first token,
+    bytes of each tier and drive, life of the drives, watts and cost; what limits it, and what one
+    purchase would change. Then options for --kv-transfer-config and the command that starts vLLM.
+
+    Figures are simulated, not measured: `docs/sizing.md` has how far they were off. A wish that is
+    not possible names the bound that fails and by how much, on the last line.
+    """
+    from vllm_ssdkv.profiling.bench_io.plot import require_plot
+
+    chosen = arguments.names("--selectors", selectors, SELECTORS)
+    console = Console(stderr=True)
+    try:
+        if plot_file is not None:
+            require_plot(plot_file)
+        _one_of(workload, server)
+        wish = Wish(want_tokens, want_ttft, want_life)
+        shape = read_model(model)
+        asked = _workload(workload, server, model, (prompt, output), at_a_time, found)
+        on = _machine(machine, device or [], io, dram, endurance, console)
+        block = CPU_BLOCK_TOKENS if on.cpu else BLOCK_TOKENS
+        sizing = Sizing(shape, asked, on, terms=Terms(usd_per_kwh, years), block_tokens=block)
+        made = make_plan(sizing, wish, selectors=chosen, budget=budget)
+        if plot_file is not None:
+            from vllm_ssdkv.cli.plan.plan_plot import plot
+
+            plot(made, curves(sizing, chosen, budget), plot_file)
+        table = validation_table(validate_here(console)) if validate else None
+        _show(made, model, table, as_json=as_json)
+    except SSDKVError as error:
+        typer.echo(f"ssdkv plan: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _show(made: Plan, model: str, validation: Table | None, *, as_json: bool) -> None:
+    config = transfer_config(made.sizing, made.best)
+    command = serve_command(made.sizing, made.best, model)
+    if as_json:
+        shown = None if validation is None else asdict(validation)
+        more = {"kv_transfer_config": config, "command": command, "validation": shown}
+        arguments.print_json({**made.document(), **more})
+        return
+    print_tables([*made.tables(), *([] if validation is None else [validation])], as_json=False)
+    typer.echo(command)
+
+
+def _one_of(workload: Path | None, server: str | None) -> None:
+    """Raises ConfigError: both are given."""
+    if workload is not None and server is not None:
+        raise ConfigError("--server: --workload is given, too; give one of them")
+
+
+def read_model(name: str) -> ModelShape:
+    """The shape of a model directory, of a file, or of a model that is known by name.
+
+    Raises:
+        ConfigError: there is none, or a field of its config.json is missing or wrong.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return ModelShape.read(path / "config.json", name=path.resolve().name)
+    if path.is_file():
+        return ModelShape.read(path)
+    known = known_models()
+    if name not in known:
+        raise ConfigError(
+            f"MODEL: {name!r} is no directory, no config.json, and no known name; known: "
+            f"{', '.join(known)}"
+        )
+    return known[name]
+
+
+def _workload(
+    file: Path | None,
+    server: str | None,
+    model: str,
+    lengths: tuple[str, str],
+    at_a_time: int | None,
+    found: float,
+) -> Workload:
+    if server is not None:
+        from vllm_ssdkv.cli.plan.server import of_server
+
+        return of_server(server, at_a_time=at_a_time)
+    if file is not None:
+        return of_prompts(file, at_a_time=at_a_time or 8, tokenize=_tokenizer(model))
+    return of_lengths(*lengths, at_a_time=at_a_time or 8, found=found)
+
+
+def _tokenizer(model: str) -> Tokenize | None:
+    """The model's own, where its directory has one."""
+    file = Path(model).expanduser() / "tokenizer.json"
+    if not file.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    known = Tokenizer.from_file(str(file))
+    return lambda text: known.encode(text).ids
+
+
+def _machine(
+    file: Path | None,
+    devices: list[Path],
+    io: Path | None,
+    dram: int | None,
+    endurance: int | None,
+    console: Console,
+) -> SizedMachine:
+    """Raises ConfigError: options contradict each other, or a field is wrong."""
+    if file is not None:
+        for option, value in (
+            ("--device", devices),
+            ("--io", io),
+            ("--dram", dram),
+            ("--endurance", endurance),
+        ):
+            if value:
+                raise ConfigError(f"{option}: --machine is given, which says it")
+        return read_machine(file)
+    from vllm_ssdkv.cli.plan.detect import detect, read_document
+
+    document = None if io is None else read_document(io)
+    places = devices or [_default_place()]
+    return detect(places, document=document, dram=dram, endurance=endurance, console=console)
+
+
+def _default_place() -> Path:
+    """Place of the product's stores unless it is told. Made, as the engine would."""
+    place = default_root()
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return place
