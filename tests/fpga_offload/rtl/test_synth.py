@@ -27,7 +27,7 @@ from vllm_ssdkv.fpga_offload.synth import (
 NEEDS_TOOLS = needs_rtlsim(128, 1)
 BUDGETS: dict[Family, tuple[int, int]] = {"xcup": (60_000, 100), "xc7": (65_000, 100)}
 """LUT and DSP of the core for one query head: a ninth of the KU15P, a third of the Zynq 7045."""
-CHECKSUM_BUDGET = 10_000, 80
+CHECKSUM_BUDGET = 6_000, 50
 """LUT and DSP of the unit for checksums."""
 
 
