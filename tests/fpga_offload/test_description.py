@@ -130,14 +130,14 @@ def test_a_stale_file_is_found_and_written_anew(tmp_path: Path) -> None:
     run = CliRunner().invoke
     assert run(docs.app, ["write", str(pages)]).exit_code == 0
     assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
-    assert run(docs.app, ["check", str(pages)]).exit_code == 0
     header = folder / "ssdkv_fpga.h"
-    header.write_text(header.read_text().replace("SSDKV_FPGA_VERSION 1u", "SSDKV_FPGA_VERSION 2u"))
+    fresh = header.read_text()
+    header.write_text(fresh.replace("SSDKV_FPGA_VERSION 1u", "SSDKV_FPGA_VERSION 2u"))
     found = run(docs.app, ["check", str(pages)])
     assert found.exit_code == 1
     assert "-#define SSDKV_FPGA_VERSION 2u" in found.output
     assert run(docs.app, ["write", str(pages)]).exit_code == 0
-    assert run(docs.app, ["check", str(pages)]).exit_code == 0
+    assert header.read_text() == fresh
 
 
 @pytest.mark.parametrize("code", [code for code in Status if code != Status.OK])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -69,10 +70,10 @@ def fpga_files(directory: Path) -> dict[str, str]:
     return {str(folder / name): text() for name, text in FILES.items()}
 
 
-def stale(directory: Path) -> dict[str, str]:
+def stale(directory: Path, fresh: Mapping[str, str]) -> dict[str, str]:
     """The pages that differ from what would be written, each with a unified diff."""
     found: dict[str, str] = {}
-    for name, text in pages(directory).items():
+    for name, text in fresh.items():
         path = directory / name
         present = path.read_text(encoding="utf-8") if path.is_file() else ""
         if present != text:
@@ -89,7 +90,7 @@ def write(directory: _Directory) -> None:
     operations.md, sizing.md and fpga.md, and the headers of the FPGA kernels beside DIR."""
     directory.mkdir(parents=True, exist_ok=True)
     fresh = pages(directory)
-    for name in stale(directory):
+    for name in stale(directory, fresh):
         (directory / name).write_text(fresh[name], encoding="utf-8")
         typer.echo(f"wrote {directory / name}")
 
@@ -97,7 +98,7 @@ def write(directory: _Directory) -> None:
 @app.command()
 def check(directory: _Directory) -> None:
     """Fail, with a diff, when a page in DIR is not what `docs write` would write."""
-    found = stale(directory)
+    found = stale(directory, pages(directory))
     for diff in found.values():
         typer.echo(diff)
     if found:
