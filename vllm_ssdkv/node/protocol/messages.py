@@ -1,10 +1,11 @@
 """Messages between an engine and a node, as msgpack arrays that are checked when decoded.
 
 Each half of an engine, its scheduler and each of its workers, has a session with the node: two
-connections, one for calls, one for bytes and what the node tells by itself. The first frame of a
-connection is a :class:`Hello`, its answer a :class:`Welcome`; a refusal is a :class:`Refused`,
-after which the connection ends. Frames carry the number of a call; an answer has that of its call,
-what nobody asked for has 0. Whoever gets a message that does not belong there ends the connection.
+connections, one for calls, one for bytes and what the node tells by itself; a scheduler needs only
+the first. The first frame of a connection is a :class:`Hello`, its answer a :class:`Welcome`.
+Frames carry the number of a call; an answer has that of its call, what nobody asked for has 0. A
+call that fails is answered by a frame with the flag ``ERROR``. Whoever gets a message that does not
+belong there refuses the connection.
 
 Slots, epochs and positions are little-endian int64, eight bytes each; keys are 32 bytes each, one
 behind the other. All arrays of a message belong together, entry by entry.
@@ -20,18 +21,9 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-VERSION: Final = 1
-"""Of this protocol. A hello names the oldest and the newest version that its sender speaks."""
-
 KEY_BYTES: Final = 32
 MAX_ENTRIES: Final = 1 << 16
 """Slots or keys in one message, at most; longer lists go in several."""
-
-MAX_BODY: Final = 4 << 20
-"""Bytes of a body, at most."""
-
-MAX_PAYLOAD: Final = 64 << 20
-"""Bytes of a payload, at most, unless one frame of DRAM is larger."""
 
 MAX_RANKS: Final = 1024
 
@@ -148,27 +140,6 @@ class Welcome(Message, frozen=True):
     frame_bytes: Count = 0
     arena_bytes: Count = 0
     in_flight: Count = 0
-
-
-class Refused(Message, frozen=True):
-    """The node does not go on with this connection, or could not do what was asked.
-
-    ``code`` says of what kind the reason is: ``version``, ``store``, ``limit``, ``order`` (a
-    message that does not belong there), ``lease``, ``closing``, ``failed``.
-    """
-
-    code: Name
-    reason: Reason
-
-
-class Heartbeat(Message, frozen=True):
-    """Nothing to say, from either side."""
-
-
-class Goodbye(Message, frozen=True):
-    """The sender ends the session by its own will; ``reason`` is for the log."""
-
-    reason: Reason = ""
 
 
 class Done(Message, frozen=True):
@@ -463,27 +434,24 @@ class Status(Message, frozen=True):
 # ---- their numbers ----
 
 KINDS: Final[dict[int, type[Message]]] = {
-    1: Hello,
-    2: Welcome,
-    3: Refused,
-    4: Heartbeat,
-    5: Goodbye,
-    6: Done,
-    10: Bind,
-    11: Bound,
-    12: Lookup,
-    13: Slots,
-    14: Last,
-    15: Position,
-    16: Claim,
-    17: Claimed,
-    18: Touch,
-    19: Pin,
-    20: Unpin,
-    21: Drop,
-    22: ForgetAll,
-    23: AskGauges,
-    24: Gauges,
+    16: Hello,
+    17: Welcome,
+    18: Done,
+    20: Bind,
+    21: Bound,
+    22: Lookup,
+    23: Slots,
+    24: Last,
+    25: Position,
+    26: Claim,
+    27: Claimed,
+    28: Touch,
+    29: Pin,
+    30: Unpin,
+    31: Drop,
+    32: ForgetAll,
+    33: AskGauges,
+    34: Gauges,
     40: TellWeights,
     41: Region,
     42: Save,
@@ -498,7 +466,7 @@ KINDS: Final[dict[int, type[Message]]] = {
     60: AskStatus,
     61: Status,
 }
-"""Kind of a frame, and the type of its body. Numbers are never given to another message."""
+"""Kind of a frame, and the type of its body. No number is given to another message later."""
 
 _NUMBERS: Final = {cls: kind for kind, cls in KINDS.items()}
 _DECODERS: Final = {kind: msgspec.msgpack.Decoder(cls) for kind, cls in KINDS.items()}
