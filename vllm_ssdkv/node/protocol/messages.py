@@ -36,8 +36,8 @@ NO_ROOM: Final = -2
 Role: TypeAlias = Literal["scheduler", "worker", "status"]
 Part: TypeAlias = Literal["calls", "bytes"]
 
-Count: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 63)]
-Number: TypeAlias = Annotated[int, Meta(ge=-(1 << 63), lt=1 << 63)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Number: TypeAlias = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
 Name: TypeAlias = Annotated[str, Meta(max_length=256)]
 Reason: TypeAlias = Annotated[str, Meta(max_length=4096)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e9)]
