@@ -33,6 +33,12 @@ TAKEN: Final = -1
 NO_ROOM: Final = -2
 """Slot of a key in :class:`Claimed`: no slot is to be had."""
 
+NOT_ADMITTED: Final = -3
+"""Slot of a key in :class:`Claimed`: not seen often enough (option ``admission`` of the node)."""
+
+OVER_BUDGET: Final = -4
+"""Slot of a key in :class:`Claimed`: a daily write budget is used up."""
+
 Role: TypeAlias = Literal["scheduler", "worker", "status"]
 Part: TypeAlias = Literal["calls", "bytes"]
 
@@ -197,13 +203,18 @@ class Claim(Message, frozen=True):
 
     A claimed slot is pinned once for the session. It is found under its key when every rank of
     this run has saved it.
+
+    Attributes:
+        keys: Of blocks that a request has computed.
+        first: Whether it is the first time that this request has computed them.
     """
 
     keys: Keys
+    first: bool = True
 
 
 class Claimed(Message, frozen=True):
-    """Slot of each key, :data:`TAKEN` or :data:`NO_ROOM`; epochs are 0 where there is none."""
+    """Slot of each key, or why there is none, such as :data:`TAKEN`; epochs are 0 there."""
 
     slots: Numbers
     epochs: Numbers
