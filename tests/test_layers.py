@@ -58,7 +58,7 @@ BASE = frozenset({"vllm_ssdkv", "numpy"})
 OTHERS: dict[str, set[str]] = {
     "base": {"msgspec", "numpy", "prometheus_client"},
     "clustering": set(),
-    "config": {"annotated_types", "pydantic", "pydantic_core", "msgspec"},
+    "config": {"annotated_types", "pydantic", "pydantic_core", "msgspec", "yaml"},
     # aiofiles and kvikio are optional; the engines that stand on them import them when opened.
     "store": {"msgspec", "pydantic", "aiofiles", "kvikio"},
     # cryptography is optional; what makes keys imports it when it is asked to.
