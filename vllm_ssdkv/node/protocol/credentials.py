@@ -105,20 +105,22 @@ def make_keys(directory: Path, days: int) -> list[Path]:
 
     now = datetime.datetime.now(datetime.UTC)
     files = certificates(now, now + datetime.timedelta(days=days))
-    made = []
+    made: list[Path] = []
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name, content in files.items():
             path = directory / name
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+                made.append(path)
                 file.write(content)
-            made.append(path)
-    except FileExistsError as error:
-        raise CredentialsError(
-            f"{error.filename} is there already; keys are never overwritten: choose another "
-            "directory"
-        ) from None
     except OSError as error:
+        for path in made:
+            path.unlink(missing_ok=True)
+        if isinstance(error, FileExistsError):
+            raise CredentialsError(
+                f"{error.filename} is there already; keys are never overwritten: choose another "
+                "directory"
+            ) from None
         raise CredentialsError(f"cannot write keys to {directory} ({error})") from error
     return made
