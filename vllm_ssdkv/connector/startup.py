@@ -41,6 +41,7 @@ from vllm_ssdkv.connector.scheduler.suspension import Suspension
 from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
 from vllm_ssdkv.connector.worker.amx import request_amx
 from vllm_ssdkv.connector.worker.block_comparison import element_type
+from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 from vllm_ssdkv.connector.x_settings import why_x_does_not_pay, x_shape
 from vllm_ssdkv.store.devices.wear import WearLedger
@@ -124,7 +125,7 @@ def open_worker(
         shape = x_shape(config, vllm_config)
         x_layers = [] if shape is None else [modules[n] for n in found.layout.layer_names]
         worker = SSDKVWorker(
-            config, found.layout, opened, layers, model, tell_weights, x_layers, shape
+            config, found.layout, EmbeddedRank(opened), layers, model, tell_weights, x_layers, shape
         )
         stack.pop_all()
     return worker
@@ -248,9 +249,9 @@ def _check_room(found: _Identity, store: SchedulerStore, max_model_len: int) -> 
     """
     block_tokens = found.layout.block_tokens
     longest = max_model_len // block_tokens + 1
-    gauges, growth = store.index.gauges(), store.rebalancer.growth
+    gauges = store.index.gauges()
     slots = gauges["free"] + gauges["evictable"]  # a suspended store gives up nothing
-    slots += 0 if growth is None else growth.to_come
+    slots += store.rebalancer.slots_to_come
     if slots >= longest:
         return
     if store.suspension:

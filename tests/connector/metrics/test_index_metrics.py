@@ -89,7 +89,7 @@ def test_a_device_that_is_lost_is_no_room(tmp_devices: Devices) -> None:
     shares = DeviceWeights(rebalancer, [str(device) for device in devices])
     before = told(index, rebalancer)
     assert before["slots_free"] == 0
-    shares.mark_lost(2, index)
+    shares.mark_lost(2)
     after = told(index, rebalancer)
     every = np.arange(index.num_slots, dtype=np.int64)
     gone = int(rebalancer.placement.lost(rebalancer.out_of_use(), every).sum())

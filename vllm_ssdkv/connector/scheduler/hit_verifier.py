@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.connector.block_index import BlockIndex
 from vllm_ssdkv.connector.messages import Comparison
 from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
-from vllm_ssdkv.store.index.slot_index import SlotIndex
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -45,7 +45,7 @@ class HitVerifier:
         self,
         every: int,
         most_blocks: int,
-        index: SlotIndex,
+        index: BlockIndex,
         unpin: Callable[[Sequence[int]], None],
         counters: Counters,
     ):

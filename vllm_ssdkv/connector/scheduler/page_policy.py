@@ -10,6 +10,7 @@ import numpy as np
 
 from vllm_ssdkv.base.errors import StoreFullError
 from vllm_ssdkv.base.wait_reason import WaitReason
+from vllm_ssdkv.connector.block_index import embedded
 from vllm_ssdkv.connector.kv_cache_spec import TieredManager
 from vllm_ssdkv.connector.messages import ContextDelta
 from vllm_ssdkv.connector.metadata import SSDKVMetadata
@@ -36,7 +37,7 @@ class PagePolicy:
 
     def __init__(self, parts: SchedulerParts):
         self._parts = parts
-        self._index, self._slots = parts.store.index, parts.slots
+        self._index, self._slots = embedded(parts.store.index), parts.slots
         self._requests, self._draft = parts.requests, parts.draft
         self._keys = parts.identities.keys
         self._block = parts.engine.block_tokens

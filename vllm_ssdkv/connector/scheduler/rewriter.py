@@ -67,6 +67,49 @@ class _Hit:
     lasting: bool
 
 
+class NoRewrites:
+    """In place of a :class:`Rewriter` where the devices are a node's: it never chooses a block.
+
+    Example:
+        >>> NoRewrites().plan({"request"}, frames=8)
+        []
+    """
+
+    unfinished = False
+
+    def __len__(self) -> int:
+        """Nothing is remembered."""
+        return 0
+
+    def loaded(self, request_id: str, load: GroupLoad, *, lasting: bool) -> None:
+        """See :meth:`Rewriter.loaded`."""
+
+    def ended(self, load: GroupLoad) -> None:
+        """See :meth:`Rewriter.ended`."""
+
+    def forget(self, request_id: str) -> None:
+        """See :meth:`Rewriter.forget`."""
+
+    def plan(self, running: Container[str], frames: int) -> list[Rewrite]:
+        """See :meth:`Rewriter.plan`."""
+        return []
+
+    def fetch(self, spare: int, frames: int) -> GroupLoad | None:
+        """See :meth:`Rewriter.fetch`."""
+        return None
+
+    def fetched(self) -> None:
+        """See :meth:`Rewriter.fetched`."""
+
+    def written(self, slots: Sequence[int]) -> list[int]:
+        """See :meth:`Rewriter.written`."""
+        return list(slots)
+
+    def failed(self, slot: int) -> bool:
+        """See :meth:`Rewriter.failed`."""
+        return False
+
+
 class Rewriter:
     """Choose blocks to store again, a few per step. Runs on the scheduler's thread; never blocks.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.connector.block_index import BlockIndex, SlotPlacement
 from vllm_ssdkv.connector.messages import FETCH, RankReport
 from vllm_ssdkv.connector.metadata import SSDKVMetadata
 from vllm_ssdkv.connector.metrics.stats import SSDKVStats
@@ -31,7 +32,7 @@ from vllm_ssdkv.connector.scheduler.request_identities import RequestIdentities
 from vllm_ssdkv.connector.scheduler.request_overrides import RequestOverrides
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 from vllm_ssdkv.connector.scheduler.reuse_policy import ReusePolicy
-from vllm_ssdkv.connector.scheduler.rewriter import Rewriter
+from vllm_ssdkv.connector.scheduler.rewriter import NoRewrites, Rewriter
 from vllm_ssdkv.connector.scheduler.scheduler_metrics import SchedulerMetrics
 from vllm_ssdkv.connector.scheduler.scheduler_parts import (
     EngineFacts,
@@ -101,12 +102,12 @@ class SSDKVScheduler:
         return self._parts.store.counters
 
     @property
-    def index(self) -> SlotIndex:
+    def index(self) -> BlockIndex:
         """Key to slot, of everything that is stored."""
         return self._parts.store.index
 
     @property
-    def rebalancer(self) -> Rebalancer:
+    def rebalancer(self) -> SlotPlacement:
         """Placement of slots on the devices, and its changes."""
         return self._parts.store.rebalancer
 
@@ -332,6 +333,15 @@ class SSDKVScheduler:
         self._parts.store.close()
 
 
+def _make_rewriter(store: SchedulerStore, slots: SlotLedger) -> Rewriter | NoRewrites:
+    """Rewrites of blocks that lie in slow places, where the devices are this engine's."""
+    index, placement = store.index, store.rebalancer
+    if not isinstance(index, SlotIndex) or not isinstance(placement, Rebalancer):
+        return NoRewrites()
+    policy, counters = store.write_policy, store.counters
+    return Rewriter(index, placement, policy, counters, slots.writing, slots.unpin)
+
+
 def _make_parts(
     config: SSDKVConfig,
     engine: EngineFacts,
@@ -366,13 +376,6 @@ def _make_parts(
             slots.unpin,
             counters,
         ),
-        Rewriter(
-            store.index,
-            store.rebalancer,
-            store.write_policy,
-            counters,
-            slots.writing,
-            slots.unpin,
-        ),
+        _make_rewriter(store, slots),
         XAdmission(engine.x_share, engine.x_shape, counters),
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vllm_ssdkv.base.errors import StoreError, StoreFailedError
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.store.index.slot_index import SlotIndex
+from vllm_ssdkv.connector.block_index import BlockIndex
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ class Suspension:
 
     def __init__(
         self,
-        index: SlotIndex,
+        index: BlockIndex,
         counters: Counters,
         save: Callable[[str], None],
         places: Sequence[Path],
