@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.connector.block_index import BlockIndex
 from vllm_ssdkv.connector.messages import PROBE, PROMOTION, SlotArray
 from vllm_ssdkv.connector.scheduler.block_keys import BlockKeys
 from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
+from vllm_ssdkv.store.block_index import BlockIndex
 from vllm_ssdkv.store.index.slot_index import SlotState
 
 if TYPE_CHECKING:

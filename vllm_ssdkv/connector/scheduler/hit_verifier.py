@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.connector.block_index import BlockIndex
 from vllm_ssdkv.connector.messages import Comparison
 from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
+from vllm_ssdkv.store.block_index import BlockIndex
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

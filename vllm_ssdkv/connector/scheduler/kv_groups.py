@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from vllm_ssdkv.connector.block_index import BlockIndex
 from vllm_ssdkv.connector.scheduler.load_or_recompute import ALL_ATTEND_TO_ALL, HitConstraints
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 from vllm_ssdkv.connector.scheduler.speculation import Speculation
+from vllm_ssdkv.store.block_index import BlockIndex
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.connector.block_index import BlockIndex
 from vllm_ssdkv.connector.messages import (
     BACKGROUND,
     INTO_DRAM,
@@ -24,6 +23,7 @@ from vllm_ssdkv.connector.scheduler.request_identities import RequestIdentities
 from vllm_ssdkv.connector.scheduler.request_overrides import RequestOverrides
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
+from vllm_ssdkv.store.block_index import BlockIndex
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

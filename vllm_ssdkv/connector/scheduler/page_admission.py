@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from vllm_ssdkv.base.errors import StoreError, StoreFailedError
 from vllm_ssdkv.base.wait_reason import WaitReason
-from vllm_ssdkv.connector.block_index import embedded, embedded_placement
 from vllm_ssdkv.connector.scheduler.context_recovery import MAX_RECOMPUTATIONS, ContextRecovery
-from vllm_ssdkv.connector.scheduler.device_weights import DeviceWeights
 from vllm_ssdkv.connector.scheduler.scheduler_parts import EngineFacts, SchedulerStore
+from vllm_ssdkv.store.block_index import embedded, embedded_placement
+from vllm_ssdkv.store.device_weights import DeviceWeights
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

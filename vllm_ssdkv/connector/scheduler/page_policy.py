@@ -10,7 +10,6 @@ import numpy as np
 
 from vllm_ssdkv.base.errors import StoreFullError
 from vllm_ssdkv.base.wait_reason import WaitReason
-from vllm_ssdkv.connector.block_index import embedded
 from vllm_ssdkv.connector.kv_cache_spec import TieredManager
 from vllm_ssdkv.connector.messages import ContextDelta
 from vllm_ssdkv.connector.metadata import SSDKVMetadata
@@ -23,6 +22,7 @@ from vllm_ssdkv.connector.scheduler.page_admission import PageAdmission
 from vllm_ssdkv.connector.scheduler.pending_context_loads import PendingContextLoads
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerParts
+from vllm_ssdkv.store.block_index import embedded
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager

@@ -12,10 +12,10 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
 from vllm_ssdkv.connector.scheduler.pending_writes import PendingWrites
-from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
 from vllm_ssdkv.store.format.slot_geometry import I64
 from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState
 from vllm_ssdkv.store.placement.rebalancer import Rebalancer
+from vllm_ssdkv.store.write_policy import WritePolicy
 
 STEP_BYTES: Final = 16 * MIB
 """Limit of the rewrites that one step begins, or one slot: the step's thread copies them."""

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.connector.block_index import BlockIndex, SlotPlacement
 from vllm_ssdkv.connector.messages import FETCH, RankReport
 from vllm_ssdkv.connector.metadata import SSDKVMetadata
 from vllm_ssdkv.connector.metrics.stats import SSDKVStats
 from vllm_ssdkv.connector.scheduler.admission_slots import AdmissionSlots
 from vllm_ssdkv.connector.scheduler.block_keys import BlockKeys
-from vllm_ssdkv.connector.scheduler.device_weights import DeviceWeights
 from vllm_ssdkv.connector.scheduler.hit_verifier import HitVerifier
 from vllm_ssdkv.connector.scheduler.identities import RankIdentities
 from vllm_ssdkv.connector.scheduler.kv_groups import BlockGroups
@@ -43,6 +41,8 @@ from vllm_ssdkv.connector.scheduler.slot_ledger import SlotLedger
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
 from vllm_ssdkv.connector.scheduler.wait_counter import WaitCounter
 from vllm_ssdkv.connector.scheduler.x_admission import XAdmission
+from vllm_ssdkv.store.block_index import BlockIndex, SlotPlacement
+from vllm_ssdkv.store.device_weights import DeviceWeights
 from vllm_ssdkv.store.index.slot_index import SlotIndex
 from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 

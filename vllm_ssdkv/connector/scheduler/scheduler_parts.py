@@ -8,8 +8,6 @@ from typing import Literal
 
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.connector.block_index import BlockIndex, SlotPlacement
-from vllm_ssdkv.connector.scheduler.device_weights import DeviceWeights
 from vllm_ssdkv.connector.scheduler.hit_verifier import HitVerifier
 from vllm_ssdkv.connector.scheduler.kv_groups import BlockGroups
 from vllm_ssdkv.connector.scheduler.load_queue import LoadQueue
@@ -21,9 +19,11 @@ from vllm_ssdkv.connector.scheduler.slot_ledger import SlotLedger
 from vllm_ssdkv.connector.scheduler.speculation import NO_SPECULATION, Speculation
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
-from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
 from vllm_ssdkv.connector.scheduler.x_admission import XAdmission
 from vllm_ssdkv.offload.xcache.x_rule import XShape
+from vllm_ssdkv.store.block_index import BlockIndex, SlotPlacement
+from vllm_ssdkv.store.device_weights import DeviceWeights
+from vllm_ssdkv.store.write_policy import WritePolicy
 
 
 @dataclass(frozen=True, slots=True)

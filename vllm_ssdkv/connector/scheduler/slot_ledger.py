@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.connector.block_index import BlockIndex, embedded
 from vllm_ssdkv.connector.scheduler.pending_writes import PendingWrites
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
 from vllm_ssdkv.connector.scheduler.unverified_blocks import UnverifiedBlocks
+from vllm_ssdkv.store.block_index import BlockIndex, embedded
 from vllm_ssdkv.store.index.slot_index import FULL, NOT_ADMITTED, OVER_BUDGET, SlotState
 
 _CAUSES = {FULL: "store_full", NOT_ADMITTED: "admission", OVER_BUDGET: "budget"}

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from vllm_ssdkv import _io
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.connector.metrics.engine_metrics import EngineMetrics
 from vllm_ssdkv.connector.worker.block_copy import FrameMemory
 from vllm_ssdkv.connector.worker.pinning import pin_arena
+from vllm_ssdkv.store.engine_metrics import EngineMetrics
 from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
