@@ -239,7 +239,9 @@ class Channel:
                 self._stream.wait(blocked, sending=False, deadline=begin_by)
                 continue
             if count == 0:
-                raise NodeGoneError(f"{self.peer} ended the connection")
+                early = self._version is None and not self.is_unix
+                hint = " before the hellos; one side may have keys, and the other none"
+                raise NodeGoneError(f"{self.peer} ended the connection{hint if early else ''}")
             return count, descriptors
 
     def _fill(self, view: memoryview, deadline: float) -> None:
