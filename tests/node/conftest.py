@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -15,3 +16,9 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("keys")
     make_keys(directory, 2)
     return directory
+
+
+@pytest.fixture
+def node_seconds() -> float:
+    """Seconds of hostile frames: SSDKV_SOAK_NODE_S (`make soak`), or a moment."""
+    return float(os.environ.get("SSDKV_SOAK_NODE_S", "1.5"))
