@@ -53,7 +53,7 @@ class Script:
         if self.silent:
             return None
         match message:
-            case Save(slots, epochs, _, places):
+            case Save(slots, epochs, places=places):
                 self._save(connection, unpack(slots), unpack(places))
                 kept = [i for i in range(len(unpack(slots))) if i not in self.lost]
                 connection.push(Taken(pack(self.lost)), frame.call_id)
@@ -62,10 +62,10 @@ class Script:
             case Load():
                 self.loads.append(message)
                 blocks = self.blocks or unpack(message.blocks).tolist()
-                places = np.arange(len(blocks)) * FRAME
-                for place, block in zip(places.tolist(), blocks, strict=True):
-                    connection.node.arena[place : place + FRAME] = block
-                connection.push(Arrived(0, pack(blocks), pack(places)), frame.call_id)
+                offsets = np.arange(len(blocks)) * FRAME
+                for at, block in zip(offsets.tolist(), blocks, strict=True):
+                    connection.node.arena[at : at + FRAME] = block
+                connection.push(Arrived(0, pack(blocks), pack(offsets)), frame.call_id)
             case Copied(part):
                 self.copied.append(part)
                 connection.push(LoadEnded(self.complete, NONE, NONE, 16), frame.call_id)
@@ -182,7 +182,7 @@ def test_what_the_node_does_not_keep_has_failed(engine: Engine, script: Script) 
 
 
 def test_a_write_that_failed_is_told_once(engine: Engine, node: ScriptedNode) -> None:
-    node.script = lambda connection, message, frame: _fails(connection, message, frame)
+    node.script = _fails
     engine.save(5)
     assert engine.written(1) == ([], [5])
     assert engine.store.take_write_results() == ([], [])
@@ -209,8 +209,8 @@ def test_abandoned_blocks_are_not_told_of(engine: Engine, node: ScriptedNode) ->
 
 
 def test_a_hit_is_copied_from_the_nodes_memory(engine: Engine, script: Script) -> None:
-    engine.load(3, 0, 5)
     script.blocks = [3, 5]
+    engine.load(3, 0, 5)
     outcome = engine.outcome()
     assert outcome.complete
     assert outcome.tokens_from_dram == 16
@@ -280,20 +280,18 @@ def test_places_of_a_session_are_never_those_of_the_next(
 
 
 @pytest.mark.parametrize("beats", [True, False])
-def test_a_node_that_stalls_is_given_up(
-    engine: Engine, node: ScriptedNode, script: Script, beats: bool
-) -> None:
+def test_a_node_that_stalls_is_given_up(node: ScriptedNode, script: Script, beats: bool) -> None:
     """With heartbeats, as where its drives hang, and without, as where it is stopped."""
+    node.beats = beats
+    engine = Engine(node)
     script.silent = True
-    if not beats:
-        node.stopped.set()
     engine.save(1, 2)
     engine.load(3)
     begun = time.monotonic()
     assert not engine.outcome().complete
     assert engine.written(2) == ([], [1, 2])
     assert time.monotonic() - begun < 10 * DEADLINE_S
-    node.stopped.clear()
+    engine.store.close()
 
 
 def test_the_end_waits_for_what_was_flushed(engine: Engine, script: Script) -> None:
