@@ -25,7 +25,7 @@ Answer = TypeVar("Answer", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """What a client says of itself, and where it says it.
+    """Name of a client, and the address of its node.
 
     Attributes:
         address: Of the node.
