@@ -169,16 +169,36 @@ class Bound(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """Find the longest prefix of ``keys`` that is stored; answered by :class:`Slots`."""
+    """Find the longest prefix of ``keys`` that is stored; answered by :class:`Slots`.
+
+    Attributes:
+        keys: Of a request's blocks.
+        chain: Number of the request, if it computes what is missing as soon as nobody else does;
+            0: the answer says nothing of others.
+        take_over: The request computes what is missing in any case.
+    """
 
     keys: Keys
+    chain: Count = 0
+    take_over: bool = False
 
 
 class Slots(Message, frozen=True):
-    """Slots of a prefix, and their epochs."""
+    """Slots of a prefix, and their epochs.
+
+    ``expected``: so many of the blocks behind it are being computed by other requests, of any
+    engine. 0: from now on the chain that has asked is taken to compute what is missing.
+    """
 
     slots: Numbers
     epochs: Numbers
+    expected: Count = 0
+
+
+class Leave(Message, frozen=True):
+    """The request with this number computes nothing more. No answer."""
+
+    chain: Count
 
 
 class Last(Message, frozen=True):
@@ -463,6 +483,7 @@ KINDS: Final[dict[int, type[Message]]] = {
     32: ForgetAll,
     33: AskGauges,
     34: Gauges,
+    35: Leave,
     40: TellWeights,
     41: Region,
     42: Save,
