@@ -26,6 +26,7 @@ from vllm_ssdkv.node.protocol.messages import (
     TAKEN,
     StoreSpec,
 )
+from vllm_ssdkv.node.server.chains import ChainTable
 from vllm_ssdkv.node.server.claims import Claim, ClaimTable
 from vllm_ssdkv.node.server.hosted_rank import HostedRank, RankResults
 from vllm_ssdkv.node.server.leases import Lease, pairs_of
@@ -88,7 +89,7 @@ class HostedStore:
         self.counters: Counters = place.counters
         self.path = str(place.state)
         self._lock = threading.RLock()
-        self._claims = ClaimTable()
+        self._claims, self._chains = ClaimTable(), ChainTable()
         self._weights: dict[str, list[bytes]] = {}
         self._told_weights = threading.Condition(self._lock)
         self._gauges_due = 0.0
@@ -153,6 +154,24 @@ class HostedStore:
             slots = self._index.lookup(keys)
             return slots, self._index.epochs(slots)
 
+    def expected(self, lease: Lease, chain: int, keys: Sequence[bytes], *, take_over: bool) -> int:
+        """How many of these missing keys others are computing; 0: the request with this number
+        is taken to compute them from now on, as it is with ``take_over``."""
+        with self._lock:
+            now = time.monotonic()
+            if not take_over:
+                claimed = self._claims.has_key
+                others = self._chains.expected(keys, lease, chain, claimed, now)
+                if others:
+                    return others
+            self._chains.begin(lease, chain, keys, now)
+            return 0
+
+    def leave(self, lease: Lease, chain: int) -> None:
+        """A request computes nothing more."""
+        with self._lock:
+            self._chains.leave(lease, chain)
+
     def last(self, keys: Sequence[bytes], first: int, end: int, tags: Sequence[int]) -> int:
         """As :meth:`SlotIndex.last`; ``keys`` begin with that of number ``first``."""
         with self._lock:
@@ -172,7 +191,9 @@ class HostedStore:
             if first:
                 self._policy.record_access(keys)
             admitted = self._policy.admitted(keys).tolist()
+            now = time.monotonic()
             for i, key in enumerate(keys):
+                self._chains.claimed(key, now)
                 slots[i] = found = self._claim(lease, key, admitted=admitted[i])
                 if found >= 0:
                     epochs[i] = self._index.epoch(found)
@@ -215,6 +236,7 @@ class HostedStore:
     def end(self, lease: Lease) -> int:
         """The session of a lease is over: undo all of its pins; how many there were."""
         with self._lock:
+            self._chains.end(lease)
             left = lease.take_all()
             lease.add(left)
             self._unpin(lease, left)
