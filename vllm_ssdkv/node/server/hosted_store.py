@@ -154,18 +154,24 @@ class HostedStore:
             slots = self._index.lookup(keys)
             return slots, self._index.epochs(slots)
 
-    def expected(self, lease: Lease, chain: int, keys: Sequence[bytes], *, take_over: bool) -> int:
-        """How many of these missing keys others are computing; 0: the request with this number
-        is taken to compute them from now on, as it is with ``take_over``."""
-        with self._lock:
-            now = time.monotonic()
+    def lookup_chain(
+        self, lease: Lease, chain: int, keys: Sequence[bytes], *, take_over: bool
+    ) -> tuple[I64, I64, int]:
+        """As :meth:`lookup`, and how many of the keys behind it others are computing.
+
+        0: the request with this number is taken to compute them from now on, as it is with
+        ``take_over``.
+        """
+        with self._lock:  # at one time: a block may be published meanwhile
+            slots, epochs = self.lookup(keys)
+            missing, now = keys[len(slots) :], time.monotonic()
             if not take_over:
                 claimed = self._claims.has_key
-                others = self._chains.expected(keys, lease, chain, claimed, now)
+                others = self._chains.expected(missing, lease, chain, claimed, now)
                 if others:
-                    return others
-            self._chains.begin(lease, chain, keys, now)
-            return 0
+                    return slots, epochs, others
+            self._chains.begin(lease, chain, missing, now)
+            return slots, epochs, 0
 
     def leave(self, lease: Lease, chain: int) -> None:
         """A request computes nothing more."""

@@ -88,11 +88,12 @@ class SessionCalls:
 
     def _lookup(self, message: Lookup) -> Message:
         keys, expected = unpack_keys(message.keys), 0
-        slots, epochs = self._store.lookup(keys)
         if message.chain:
-            expected = self._store.expected(
-                self._lease, message.chain, keys[len(slots) :], take_over=message.take_over
+            slots, epochs, expected = self._store.lookup_chain(
+                self._lease, message.chain, keys, take_over=message.take_over
             )
+        else:
+            slots, epochs = self._store.lookup(keys)
         return Slots(pack(slots), pack(epochs), expected)
 
     def _leave(self, message: Leave) -> None:
