@@ -22,7 +22,7 @@ from vllm_ssdkv.base.errors import NodeError, ProtocolError, StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import approximate_size
 from vllm_ssdkv.node.client.node_link import NodeLink
-from vllm_ssdkv.node.client.session import CALL_S, Peer, Session
+from vllm_ssdkv.node.client.session import CALL_S, Peer, Session, as_name
 from vllm_ssdkv.node.client.transfer import ArrivedFrames, MappedFrames, TransferRegion
 from vllm_ssdkv.node.protocol.channel import Channel, Frame
 from vllm_ssdkv.node.protocol.messages import (
@@ -427,7 +427,7 @@ class RemoteStore:
             self._outcomes.put(_failure(job))
             return
         message = Load(
-            job.request_id[:256],
+            as_name(job.request_id),
             pack(job.slots),
             pack(job.epochs),
             pack_keys(job.keys),
