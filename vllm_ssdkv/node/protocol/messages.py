@@ -44,15 +44,16 @@ Part: TypeAlias = Literal["calls", "bytes"]
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Number: TypeAlias = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
-Name: TypeAlias = Annotated[str, Meta(max_length=256)]
-Reason: TypeAlias = Annotated[str, Meta(max_length=4096)]
+_PRINTABLE: Final = r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z"
+"""Texts go into logs and onto terminals: no control characters, no line breaks."""
+
+Name: TypeAlias = Annotated[str, Meta(max_length=256, pattern=_PRINTABLE)]
+Reason: TypeAlias = Annotated[str, Meta(max_length=4096, pattern=_PRINTABLE)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e9)]
 Digest: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 Numbers: TypeAlias = Annotated[bytes, Meta(max_length=8 * MAX_ENTRIES)]
 Keys: TypeAlias = Annotated[bytes, Meta(max_length=KEY_BYTES * MAX_ENTRIES)]
-Fields: TypeAlias = Annotated[
-    dict[Name, Annotated[str, Meta(max_length=4096)] | Number], Meta(max_length=256)
-]
+Fields: TypeAlias = Annotated[dict[Name, Reason | Number], Meta(max_length=256)]
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):

@@ -101,7 +101,7 @@ class SessionCalls:
 
     def _last(self, message: Last) -> Message:
         keys = unpack_keys(message.keys)
-        if message.end - message.first > len(keys):
+        if not 0 <= message.end - message.first <= len(keys):
             raise ValueError(f"{len(keys)} keys for {message.first} to {message.end}")
         return Position(self._store.last(keys, message.first, message.end, message.tags))
 
