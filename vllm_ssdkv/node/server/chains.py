@@ -57,7 +57,7 @@ class ChainTable:
         claimed: Callable[[bytes], bool],
         now: float,
     ) -> int:
-        """How many of ``keys``, from the first on, others than this request are computing.
+        """Number of ``keys``, from the first on, that others than this request are computing.
 
         ``claimed``: whether a block with this key is being stored.
         """
