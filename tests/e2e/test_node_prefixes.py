@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,10 +75,8 @@ def await_claims(node: NodeProcess) -> None:
         time.sleep(0.01)
 
 
-def is_right(
-    got: list[list[object]], batch: list[Tokens], wanted: dict[int, tuple[int, ...]]
-) -> bool:
-    return [tuple(tokens) for tokens, _ in got] == [wanted[len(p)] for p in batch]  # type: ignore[call-overload]  # JSON
+def is_right(got: Any, batch: list[Tokens], wanted: dict[int, tuple[int, ...]]) -> bool:
+    return [tuple(tokens) for tokens, _ in got] == [wanted[len(p)] for p in batch]
 
 
 def test_a_prefix_that_is_being_computed_is_waited_for(
