@@ -6,7 +6,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -75,7 +74,11 @@ def await_claims(node: NodeProcess) -> None:
         time.sleep(0.01)
 
 
-def is_right(got: Any, batch: list[Tokens], wanted: dict[int, tuple[int, ...]]) -> bool:
+Got = list[tuple[list[int], int]]
+"""Answers, and tokens of their prompts that were found."""
+
+
+def is_right(got: Got, batch: list[Tokens], wanted: dict[int, tuple[int, ...]]) -> bool:
     return [tuple(tokens) for tokens, _ in got] == [wanted[len(p)] for p in batch]
 
 
