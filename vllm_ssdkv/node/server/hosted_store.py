@@ -51,6 +51,9 @@ are on the devices."""
 
 _SLOW_CLOSE_S = 10.0
 
+_LOOK_S = 0.5
+"""How often who waits for weights looks whether their engine is still there."""
+
 
 class HostedStore:
     """Store of one model and number of ranks. Any thread may call; one lock guards all numbers.
@@ -128,17 +131,21 @@ class HostedStore:
             told[rank] = digest
             self._told_weights.notify_all()
 
-    def weights(self, run: str, patience_s: float) -> list[bytes]:
+    def weights(self, run: str, patience_s: float, gone: Callable[[], bool]) -> list[bytes]:
         """Digest of each rank's weights. Blocks until all ranks of the run have told.
 
         Raises:
-            NodeRefusedError: they have not until the time ran out.
+            NodeRefusedError: they have not until the time ran out, or who asks is ``gone``.
         """
+        deadline = time.monotonic() + patience_s
         with self._lock:
             told = self._weights.setdefault(run, [b""] * self.spec.ranks)
-            if not self._told_weights.wait_for(lambda: all(told), patience_s):
-                missing = [rank for rank, digest in enumerate(told) if not digest]
-                raise NodeRefusedError(f"ranks {missing} of {run} have not told their weights")
+            while not all(told):
+                left = deadline - time.monotonic()
+                if left <= 0 or gone():
+                    missing = [rank for rank, digest in enumerate(told) if not digest]
+                    raise NodeRefusedError(f"ranks {missing} of {run} have not told their weights")
+                self._told_weights.wait(min(left, _LOOK_S))
             return list(told)
 
     def forget_run(self, run: str) -> None:
