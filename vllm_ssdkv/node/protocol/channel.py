@@ -349,7 +349,7 @@ class Channel:
 
     @property
     def peer_left(self) -> bool:
-        """Check whether the peer has ended the connection, for a thread that does not receive now."""
+        """Check whether the peer has ended the connection. For a thread that does not receive."""
         return self._stream.peer_left()
 
     def start_heartbeat(self, interval_s: float) -> None:
