@@ -22,6 +22,7 @@ from vllm_ssdkv.cli.doctor.doctor import doctor
 from vllm_ssdkv.cli.fpga import fpga
 from vllm_ssdkv.cli.monitor import dashboard
 from vllm_ssdkv.cli.monitor.top import top
+from vllm_ssdkv.cli.node import node
 from vllm_ssdkv.cli.profile.profile import profile
 from vllm_ssdkv.cli.reproduce.reproduce import reproduce
 from vllm_ssdkv.cli.store.fsck import fsck
@@ -60,6 +61,7 @@ app.add_typer(config.app, name="config")
 app.add_typer(dashboard.app, name="dashboard")
 app.add_typer(docs.app, name="docs")
 app.add_typer(fpga.app, name="fpga")
+app.add_typer(node.app, name="node")
 
 
 def _print_version(wanted: bool) -> None:

@@ -66,7 +66,7 @@ SPARSE_WINDOW: Final = 256
 # the number inside `int | None` instead of to what the validator returned, which may be None.
 
 
-def _gib_or_none(value: object) -> object:
+def gib_or_none(value: object) -> object:
     """A text becomes GiB; anything else is left to the type check."""
     if isinstance(value, str):
         if value.strip().replace(".", "", 1).isdigit():
@@ -232,7 +232,7 @@ class SSDKVConfig(OptionModel):
             description="Memory of the DRAM tier of this engine, shared equally "
             "by its workers. Includes io.staging.",
         ),
-        BeforeValidator(_gib_or_none, json_schema_input_type=float | str | None),
+        BeforeValidator(gib_or_none, json_schema_input_type=float | str | None),
         Reason(
             "null: 10 % of the available memory, at most 4 GiB, so that a first try starves "
             "nothing else on the machine; more, up to half of it, where blocks are so large."

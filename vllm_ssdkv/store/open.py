@@ -11,7 +11,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from uuid import UUID, uuid4
@@ -369,7 +369,12 @@ def _make_directory(path: Path, *, parents: bool) -> None:
 
 
 def open_rank(
-    place: StorePlace, rank: int, counters: Counters, contexts: int | None = None
+    place: StorePlace,
+    rank: int,
+    counters: Counters,
+    contexts: int | None = None,
+    *,
+    memory: Callable[[int], Arena] = Arena,
 ) -> OpenStore:
     """Open, lock and claim this rank's data files, then start the engine. Blocks on I/O.
 
@@ -378,6 +383,7 @@ def open_rank(
         rank: Whose files.
         counters: What devices do is counted here.
         contexts: Slots from which running requests choose at most; None: all.
+        memory: Makes the arena, of so many bytes.
 
     Raises:
         StoreLockedError: another engine uses the directory.
@@ -418,7 +424,7 @@ def open_rank(
         counters.set("device_state", 0, device=path)
     with ExitStack() as stack:
         opened = _open_devices(place, manifest, rank, counters, stack)
-        arena = Arena(plan.nbytes)
+        arena = memory(plan.nbytes)
         stack.callback(arena.close)
         codec = place.codec(rank, arena)
         engine = open_engine(

@@ -145,6 +145,8 @@ class TieredStore:
         self._contexts: dict[str, NDArray[np.int64]] = {}
         self._stream: ContextStream | None = None
         self._x_stream: ContextStream | None = None
+        self._block_tokens = block_tokens
+        self._more_loaders: list[PrefixLoader] = []
         self._used = time.monotonic()
         self._scrubber: Scrubber | None = None
         with ExitStack() as stack:  # last, since these are threads
@@ -338,7 +340,36 @@ class TieredStore:
         """(slot, epoch) pairs written and failed since the last call."""
         return self._writer.take_results()
 
+    def wait_write_results(self, timeout_s: float) -> bool:
+        """Wait until :meth:`take_write_results` has something to give, or the store is closed;
+        False when the time ran out."""
+        return self._writer.wait_results(timeout_s)
+
     # ---- load path ----
+
+    def open_loader(self, copy_in: CopyIn) -> PrefixLoader:
+        """One more loader over the same frames and devices, for somebody with blocks of his own,
+        which ``copy_in`` fills. Beside the others; :meth:`close_loader` ends it.
+
+        Raises:
+            ValueError: slots are paged: there is memory for the headers of one loader only.
+        """
+        if self.files.geometry.kind != "opaque":
+            raise ValueError("slots of pages: one loader is all that there can be")
+        headers = BufferPool(0, self.files.geometry.header_bytes, 0)
+        loader = PrefixLoader(
+            self.files, self.frames, self._seals, headers, copy_in, self._block_tokens
+        )
+        self._more_loaders.append(loader)
+        return loader
+
+    def close_loader(self, loader: PrefixLoader, timeout_s: float) -> bool:
+        """End a loader of :meth:`open_loader`; False when a read of it did not end in time: frames
+        of that stay out of use. Blocks."""
+        ended = loader.close(timeout_s)
+        if ended:
+            self._more_loaders.remove(loader)
+        return ended
 
     def load(self, job: LoadJob, *, whole: bool = False) -> None:
         """Bring a hit in, in the background. ``whole``: it will be attended to as a whole, in every
@@ -361,7 +392,8 @@ class TieredStore:
 
     def busy(self) -> bool:
         """Check whether writes or loads are under way."""
-        return self._writer.pending() > 0 or self._loader.running() > 0
+        loaders = (self._loader, *self._more_loaders)
+        return self._writer.pending() > 0 or any(loader.running() > 0 for loader in loaders)
 
     def idle(self) -> bool:
         """Check whether nothing is under way, and nobody has asked for anything for a while."""
@@ -532,7 +564,8 @@ class TieredStore:
         timeout = self.files.deadline_s
         ended = self._scrubber is None or self._scrubber.close(timeout)
         ended = self._writer.close(timeout) and ended
-        ended = self._loader.close(timeout) and ended
+        for loader in (self._loader, *self._more_loaders):
+            ended = loader.close(timeout) and ended
         ended = self._verifier.close(timeout) and ended
         ended = self.files.engine.close(timeout) and ended
         if ended and not read_elsewhere:

@@ -43,6 +43,12 @@ EPOCH_COUNTER_BITS = 40
 
 I64 = NDArray[np.int64]
 
+TAKEN = -1
+"""In place of a slot: another slot has the key, or gets it."""
+
+FULL = -2
+"""In place of a slot: none is to be had."""
+
 
 class SlotState(IntEnum):
     """State of a slot; see the module's text."""
@@ -171,6 +177,14 @@ class SlotIndex:
         """Mark a chain, head first, as just used. Slots that are not evictable are skipped."""
         self._table.touch(slots)
 
+    def touch_chain(self, keys: Sequence[bytes]) -> None:
+        """Mark the longest prefix of a chain of keys that is ready, head first, as just used.
+
+        Raises:
+            ValueError: a key has not 32 bytes.
+        """
+        self.touch(self.lookup(keys))
+
     # ---- allocating ----
 
     def available(self) -> int:
@@ -271,6 +285,27 @@ class SlotIndex:
             ValueError: the slot is free or ready, or the key has not 32 bytes.
         """
         return self._table.publish(slot, key)
+
+    def claim(self, keys: Sequence[bytes]) -> I64:
+        """Allocate a slot for each key and publish it.
+
+        Returns:
+            The slots, int64, [n]: :data:`TAKEN` where the key has one, :data:`FULL` where no slot
+            is to be had.
+
+        Raises:
+            ValueError: a key has not 32 bytes.
+        """
+        found = np.full(len(keys), TAKEN, dtype=np.int64)
+        for at, key in enumerate(keys):
+            if self._table.find(key) is not None:
+                continue
+            if not self.available():
+                found[at] = FULL
+                continue
+            found[at] = self.allocate(1)[0]
+            self.publish(int(found[at]), key)
+        return found
 
     def durable(self, slot: int | I64) -> None:
         """Journal ready slots whose data every rank has written to its devices.
