@@ -1,0 +1,128 @@
+"""Nodes of this machine: found by the lock on their options, and ended one way or another."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from vllm_ssdkv.cli.pool.local_nodes import LocalNodes
+from vllm_ssdkv.cli.pool.node_state import NodeState
+from vllm_ssdkv.config.pool import PoolConfig
+
+STAND_IN = (sys.executable, "-P", str(Path(__file__).with_name("stand_in.py")))
+PATIENCE_S = 60.0
+
+
+def pool_in(folder: Path, **options: object) -> PoolConfig:
+    return PoolConfig.from_options(
+        {
+            "directory": str(folder / "pool"),
+            "options": {"devices": [str(folder / "kv")], **options},
+            "nodes": [
+                {"name": name, "options": {"listen": [f"unix://{folder}/{name}.sock"]}}
+                for name in ("a", "b")
+            ],
+        }
+    )
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[LocalNodes]:
+    """Two nodes that do not run; killed at the end."""
+    pool = pool_in(tmp_path)
+    made = LocalNodes(pool, pool.nodes, STAND_IN)
+    yield made
+    made.down(0)
+
+
+def states(found: list[NodeState]) -> list[str]:
+    return [state.state for state in found]
+
+
+def test_up_status_drain(nodes: LocalNodes, tmp_path: Path) -> None:
+    assert states(nodes.status()) == ["stopped", "stopped"]
+    up = nodes.up(PATIENCE_S)
+    assert [state.problem for state in up] == ["", ""]
+    assert states(up) == ["serves", "serves"]
+    pids = [state.pid for state in up]
+    assert len({*pids, None}) == 3
+    assert up[0].addresses == (
+        f"unix://{tmp_path}/a.sock",
+        f"unix://{tmp_path}/pool/a/node.sock",
+    )
+    assert [state.pid for state in nodes.up(PATIENCE_S)] == pids, "they run already"
+    assert states(nodes.drain(PATIENCE_S)) == ["stopped", "stopped"]
+    assert states(nodes.status()) == ["stopped", "stopped"]
+
+
+def test_a_killed_node_is_known_to_be_gone_and_started_again(nodes: LocalNodes) -> None:
+    first, other = nodes.up(PATIENCE_S)
+    assert first.pid is not None
+    os.kill(first.pid, signal.SIGKILL)
+    deadline = time.monotonic() + PATIENCE_S
+    while nodes.status()[0].state != "stopped":
+        assert time.monotonic() < deadline
+    again = nodes.up(PATIENCE_S)
+    assert states(again) == ["serves", "serves"]
+    assert again[0].pid != first.pid
+    assert again[1].pid == other.pid
+
+
+def test_options_do_not_change_under_a_node(nodes: LocalNodes, tmp_path: Path) -> None:
+    nodes.up(PATIENCE_S)
+    changed = pool_in(tmp_path, dram_gib=3)
+    others = LocalNodes(changed, changed.nodes, STAND_IN)
+    found = others.up(PATIENCE_S)
+    assert all("runs with other options: ssdkv pool drain" in state.problem for state in found)
+    assert states(found) == ["serves", "serves"]
+    file = tmp_path / "pool" / "a" / "shared" / "node.yaml"
+    assert "dram_gib" not in yaml.safe_load(file.read_text())
+    others.drain(PATIENCE_S)
+    assert states(others.up(PATIENCE_S)) == ["serves", "serves"]
+    assert yaml.safe_load(file.read_text())["dram_gib"] == 3
+
+
+def test_a_node_that_ends_is_told_with_its_last_words(
+    nodes: LocalNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BEHAVIOUR", "doomed")
+    for state in nodes.up(PATIENCE_S):
+        assert state.state == "stopped"
+        assert state.problem == "it ended: \nnode: begins\nnode: no drive"
+
+
+def test_a_node_that_does_not_answer_in_time_is_told_and_left(
+    nodes: LocalNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BEHAVIOUR", "mute")
+    for state in nodes.up(0.5):
+        assert state.state == "silent"
+        assert "does not answer in time: see" in state.problem
+    assert states(nodes.drain(PATIENCE_S)) == ["stopped", "stopped"]
+
+
+def test_only_down_kills(nodes: LocalNodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BEHAVIOUR", "stubborn")
+    nodes.up(PATIENCE_S)
+    for state in nodes.drain(0.5):
+        assert state.state == "serves"
+        assert "not ended in time" in state.problem
+    ended = nodes.down(0.5)
+    assert [(state.state, state.problem) for state in ended] == [("stopped", "")] * 2
+
+
+def test_a_long_log_is_put_aside(nodes: LocalNodes, tmp_path: Path) -> None:
+    folder = tmp_path / "pool" / "a"
+    folder.mkdir(parents=True)
+    with (folder / "node.log").open("wb") as log:
+        log.truncate(17 << 20)
+    nodes.up(PATIENCE_S)
+    assert (folder / "node.log.1").stat().st_size == 17 << 20
+    assert (folder / "node.log").read_text() == "node: begins\n"
