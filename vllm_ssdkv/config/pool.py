@@ -18,6 +18,8 @@ from vllm_ssdkv.config.schema import PATH_TEXT, Allowed, OptionModel, PathText, 
 
 MAX_NODES: Final = 128
 LOCAL: Final = "local"
+_LONGEST_PATH: Final = 107
+"""Bytes of a Unix socket's path; Linux has 108 with the zero at its end."""
 _NAME_TEXT: Final = "up to 32 of a-z, 0-9 and -"
 
 
@@ -187,6 +189,12 @@ class PoolConfig(OptionModel):
                 lines.append("nodes: none: give at least one, such as [{name: a}]")
             if self.directory is None:
                 lines.append("directory: missing: give a folder such as /var/lib/ssdkv/pool")
+            lines += [
+                f"directory: the path of a socket, {self.directory}/{node.name}/node.sock, is "
+                f"longer than {_LONGEST_PATH} bytes: name a shorter folder"
+                for node in self.nodes
+                if len(self.control_address(node).encode()) - len("unix://") > _LONGEST_PATH
+            ]
             if self.kubernetes is not None:
                 lines.append('kubernetes: has no effect: leave it out, or set runner "kubernetes"')
         if lines:
