@@ -22,6 +22,8 @@ from vllm_ssdkv.base.metric import (
     counter,
     gauge,
 )
+from vllm_ssdkv.base.metrics_node import NODE_METRICS
+from vllm_ssdkv.base.metrics_node_server import NODE_SERVER_METRICS
 from vllm_ssdkv.base.metrics_offload import OFFLOAD_METRICS
 from vllm_ssdkv.base.metrics_sparse import SPARSE_METRICS
 from vllm_ssdkv.base.wait_reason import WaitReason
@@ -116,8 +118,9 @@ METRICS: Final[tuple[Metric, ...]] = (
         "stores_skipped",
         "blocks",
         "Blocks not stored: the write buffer was full, no slot could be had, the admission filter "
-        "had not seen them often enough, or a daily write budget was used up.",
-        Label("cause", ("write_buffer", "store_full", "admission", "budget")),
+        "had not seen them often enough, a daily write budget was used up, or the node did not "
+        "answer.",
+        Label("cause", ("write_buffer", "store_full", "admission", "budget", "node")),
         combine="max",
     ),
     counter(
@@ -200,6 +203,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     *SPARSE_METRICS,
     *OFFLOAD_METRICS,
+    *NODE_METRICS,
     counter(
         "attention_seconds",
         "seconds",
@@ -244,7 +248,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "errors",
         "Errors that nothing foresaw, in threads that write and load: what was under way failed, "
         "the thread goes on. The log has the first of each minute.",
-        Label("thread", ("writer", "loader")),
+        Label("thread", ("writer", "loader", "node")),
     ),
     counter("io_deadline_exceeded", "batches", "I/O batches not complete at their deadline."),
     counter("checksum_failures", "pages", "Pages whose data does not match their checksum or tag."),
@@ -433,7 +437,9 @@ BATCH_METRICS: Final[tuple[Metric, ...]] = (
 )
 """Metrics of the Batch API. They live in the API server, not in the engine."""
 
-BY_NAME: Final[dict[str, Metric]] = {metric.name: metric for metric in (*METRICS, *BATCH_METRICS)}
+BY_NAME: Final[dict[str, Metric]] = {
+    metric.name: metric for metric in (*METRICS, *BATCH_METRICS, *NODE_SERVER_METRICS)
+}
 
 
 def metric_key(name: str, labels: dict[str, str]) -> str:

@@ -117,7 +117,7 @@ class StorePlace:
         self.fingerprint = fingerprint
         self.tp_size = tp_size
         self.run = run or str(uuid4())
-        self.model = model
+        self.model, self.name = model, name
         self.key = None if config.encryption is None else read_key(config.encryption)
         if geometry.encrypted != (self.key is not None):
             raise ValueError(f"geometry of encrypted slots: {geometry.encrypted}")

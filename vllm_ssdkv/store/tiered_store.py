@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -232,6 +232,16 @@ class TieredStore:
             found[i] = new
         return found
 
+    @property
+    def save_frames(self) -> FrameCache:
+        """Frames that :meth:`reserve_frames` gives."""
+        return self.frames
+
+    @property
+    def load_frames(self) -> FrameCache:
+        """Frames that hits are copied from."""
+        return self.frames
+
     # ---- write path ----
 
     def reserve_frames(
@@ -263,9 +273,15 @@ class TieredStore:
         return held
 
     def flush(
-        self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: Sequence[bytes]
+        self,
+        slots: NDArray[np.int64],
+        epochs: NDArray[np.int64],
+        keys: Sequence[bytes],
+        *,
+        bound: bool = True,
     ) -> None:
-        """Write held slots to the devices in the background."""
+        """Write held slots to the devices in the background. ``bound``: False where the keys are
+        nobody's, which the index has to know, not this store."""
         self._writer.flush(
             Pending(slot, epoch, key)
             for slot, epoch, key in zip(slots.tolist(), epochs.tolist(), keys, strict=True)
@@ -347,9 +363,10 @@ class TieredStore:
 
     # ---- load path ----
 
-    def open_loader(self, copy_in: CopyIn) -> PrefixLoader:
-        """One more loader over the same frames and devices, for somebody with blocks of his own,
-        which ``copy_in`` fills. Beside the others; :meth:`close_loader` ends it.
+    def open_loader(self, copy_in: CopyIn, on_end: Callable[[LoadOutcome], None]) -> PrefixLoader:
+        """One more loader over the same frames and devices, beside the others, for somebody with
+        blocks of his own, which ``copy_in`` fills. ``on_end`` is told each outcome in the loader's
+        thread. :meth:`close_loader` ends it.
 
         Raises:
             ValueError: slots are paged: there is memory for the headers of one loader only.
@@ -358,7 +375,13 @@ class TieredStore:
             raise ValueError("slots of pages: one loader is all that there can be")
         headers = BufferPool(0, self.files.geometry.header_bytes, 0)
         loader = PrefixLoader(
-            self.files, self.frames, self._seals, headers, copy_in, self._block_tokens
+            self.files,
+            self.frames,
+            self._seals,
+            headers,
+            copy_in,
+            self._block_tokens,
+            on_end=on_end,
         )
         self._more_loaders.append(loader)
         return loader
@@ -539,6 +562,15 @@ class TieredStore:
             rows,
             self._hot,
         )
+
+    def frame_gauges(self) -> dict[str, int]:
+        """Frames that DRAM has, those in use and those not written, by metric."""
+        there, frames = self.open_frames, self.frames
+        return {
+            "dram_frames": there,
+            "dram_frames_used": there - frames.count(FrameState.FREE),
+            "dram_frames_dirty": frames.count(FrameState.HELD, FrameState.WRITING),
+        }
 
     def choice_gauges(self) -> dict[str, int]:
         """Single pages and summaries that memory holds, and has room for, by metric."""

@@ -109,7 +109,7 @@ class PrefixLookup:
         end = state.hit = len(block_ids[0])
         keys = self._identities.keys.of(state.request, end)
         load = self._groups.load(keys, end - count, block_ids, whole=self._policy.whole_hits)
-        self._index.touch(load.slots)
+        self._index.touch_chain(load.keys)
         self._index.pin(load.slots)
         state.loaded_from = end - count
         loaded = state.request.block_hashes[end - count : end]

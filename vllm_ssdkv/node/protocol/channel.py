@@ -24,7 +24,7 @@ from vllm_ssdkv.node.protocol.frames import (
     Header,
 )
 from vllm_ssdkv.node.protocol.messages import Done, Message, decode, encode, kind_of
-from vllm_ssdkv.node.protocol.outgoing import STALL_S, Outgoing, Pulse
+from vllm_ssdkv.node.protocol.outgoing import Outgoing, Pulse
 from vllm_ssdkv.node.protocol.streams import PlainStream, Stream, TlsStream, WouldBlockError
 
 _FAREWELL_S = 0.5
@@ -62,7 +62,7 @@ class Channel:
     and :meth:`abort`. One thread at a time receives; it also closes, once no other thread sends.
     An error of any method ends the channel: a stream that lost its place has no next frame.
 
-    Every wait has a deadline. A frame that has begun must go on every ``STALL_S`` seconds, however
+    Every wait has a deadline. A frame that has begun must go on every ``stall_s`` seconds, however
     late its deadline is.
 
     Attributes:
@@ -186,7 +186,7 @@ class Channel:
             while True:
                 header, descriptors = self._receive_header(self._begin_by(deadline))
                 body = bytearray(header.body_bytes)
-                self._fill(memoryview(body), time.monotonic() + STALL_S)
+                self._fill(memoryview(body), time.monotonic() + self.stall_s)
                 if header.kind >= FIRST_MESSAGE_KIND:
                     return self._frame(header, body, descriptors)
                 self._obey(header, body)
@@ -200,7 +200,7 @@ class Channel:
         view = memoryview(self._header)
         count, descriptors = self._receive_first(view, begin_by)
         try:
-            self._fill(view[count:], time.monotonic() + STALL_S)
+            self._fill(view[count:], time.monotonic() + self.stall_s)
             header = Header.unpack(view)
             header.check(self.limits, self._received)
             self._check_agreed(header, descriptors)
@@ -239,12 +239,14 @@ class Channel:
                 self._stream.wait(blocked, sending=False, deadline=begin_by)
                 continue
             if count == 0:
-                raise NodeGoneError(f"{self.peer} ended the connection")
+                early = self._version is None and not self.is_unix
+                hint = " before the hellos; one side may have keys, and the other none"
+                raise NodeGoneError(f"{self.peer} ended the connection{hint if early else ''}")
             return count, descriptors
 
     def _fill(self, view: memoryview, deadline: float) -> None:
-        """Receive exactly the bytes of ``view``; what comes goes on every ``STALL_S`` seconds."""
-        stall_at = time.monotonic() + STALL_S
+        """Receive exactly the bytes of ``view``; what comes goes on every ``stall_s`` seconds."""
+        stall_at = time.monotonic() + self.stall_s
         while view.nbytes:
             try:
                 count = self._stream.receive(view)
@@ -254,7 +256,7 @@ class Channel:
             if count == 0:
                 raise NodeGoneError(f"{self.peer} ended the connection within a frame")
             view = view[count:]
-            stall_at = time.monotonic() + STALL_S
+            stall_at = time.monotonic() + self.stall_s
 
     def _frame(self, header: Header, body: bytearray, descriptors: list[int]) -> Frame:
         """Decode a message."""
@@ -317,6 +319,15 @@ class Channel:
                 part = scratch[: self._payload_left]
                 self._fill(part, deadline)
                 self._payload_left -= part.nbytes
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds within which a frame that has begun must go on, in both directions."""
+        return self._outgoing.stall_s
+
+    @stall_s.setter
+    def stall_s(self, seconds: float) -> None:
+        self._outgoing.stall_s = seconds
 
     def grant(self, nbytes: int) -> None:
         """Let the peer send ``nbytes`` more of payload; never waits.

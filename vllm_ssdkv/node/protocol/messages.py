@@ -301,10 +301,10 @@ class Save(Message, frozen=True):
 
 
 class Taken(Message, frozen=True):
-    """The places of a save, in its order, may be used again, and the first ``kept`` blocks are in
-    DRAM. The others are not stored."""
+    """The places of a save may be used again, and its blocks are in DRAM, but for those at
+    positions ``lost``: these are not stored."""
 
-    kept: Count
+    lost: Numbers
 
 
 class Written(Message, frozen=True):

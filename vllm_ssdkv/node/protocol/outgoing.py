@@ -12,7 +12,6 @@ from vllm_ssdkv.node.protocol.frames import VERSIONS, Control, Header
 from vllm_ssdkv.node.protocol.streams import Stream, WouldBlockError
 
 STALL_S = 10.0
-"""A frame that has begun goes on at least so often, in seconds."""
 
 _PULSE_S = 5.0
 """How long a heartbeat or a credit may take to leave, in seconds."""
@@ -23,11 +22,13 @@ class Outgoing:
 
     Attributes:
         version: Of the protocol, in each header.
+        stall_s: A frame that has begun goes on at least so often, in seconds.
         sent_at: Time of ``time.monotonic`` when the last frame left.
     """
 
     def __init__(self, stream: Stream, peer: str) -> None:
         self.version = VERSIONS[-1]
+        self.stall_s = STALL_S
         self.sent_at = time.monotonic()
         self._stream = stream
         self._peer = peer
@@ -74,7 +75,7 @@ class Outgoing:
             try:
                 count = self._stream.send(parts[first:] if first else parts, descriptors)
             except WouldBlockError as blocked:
-                until = min(deadline, moved_at + STALL_S)
+                until = min(deadline, moved_at + self.stall_s)
                 self._stream.wait(blocked, sending=True, deadline=until)
                 continue
             descriptors, moved_at = (), time.monotonic()

@@ -49,6 +49,12 @@ TAKEN = -1
 FULL = -2
 """In place of a slot: none is to be had."""
 
+NOT_ADMITTED = -3
+"""In place of a slot, of a node: the block was not seen often enough."""
+
+OVER_BUDGET = -4
+"""In place of a slot, of a node: a daily write budget is used up."""
+
 
 class SlotState(IntEnum):
     """State of a slot; see the module's text."""
@@ -286,8 +292,9 @@ class SlotIndex:
         """
         return self._table.publish(slot, key)
 
-    def claim(self, keys: Sequence[bytes]) -> I64:
-        """Allocate a slot for each key and publish it.
+    def claim(self, keys: Sequence[bytes], *, again: bool = False) -> I64:
+        """Allocate a slot for each key and publish it. ``again``: a request that was preempted has
+        computed them once more, which changes nothing here.
 
         Returns:
             The slots, int64, [n]: :data:`TAKEN` where the key has one, :data:`FULL` where no slot
