@@ -646,6 +646,11 @@ class Counters:
         """Take the gains of counters since the last call; new ones also if that is nothing."""
         return self._counted.take()
 
+    def gauges(self) -> dict[str, float]:
+        """All gauges, a copy."""
+        with self._lock:
+            return dict(self._gauges)
+
     def take_gauges(self) -> dict[str, float]:
         """Gauges that have another value than at the last call."""
         with self._lock:
