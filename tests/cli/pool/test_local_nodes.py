@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,9 +25,15 @@ def pool_in(folder: Path, **options: object) -> PoolConfig:
     return PoolConfig.from_options(
         {
             "directory": str(folder / "pool"),
-            "options": {"devices": [str(folder / "kv")], **options},
+            "options": {"dram_gib": 0.1, **options},
             "nodes": [
-                {"name": name, "options": {"listen": [f"unix://{folder}/{name}.sock"]}}
+                {
+                    "name": name,
+                    "options": {
+                        "listen": [f"unix://{folder}/{name}.sock"],
+                        "devices": [str(folder / f"kv-{name}")],
+                    },
+                }
                 for name in ("a", "b")
             ],
         }
@@ -34,9 +41,25 @@ def pool_in(folder: Path, **options: object) -> PoolConfig:
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[LocalNodes]:
+def folder() -> Iterator[Path]:
+    """With a short path, for sockets."""
+    with tempfile.TemporaryDirectory(prefix="pool-") as made:
+        yield Path(made)
+
+
+@pytest.fixture
+def nodes(folder: Path) -> Iterator[LocalNodes]:
     """Two nodes that do not run; killed at the end."""
-    pool = pool_in(tmp_path)
+    pool = pool_in(folder)
+    made = LocalNodes(pool, pool.nodes)
+    yield made
+    made.down(0)
+
+
+@pytest.fixture
+def misbehaving(folder: Path) -> Iterator[LocalNodes]:
+    """The same, of stand-ins."""
+    pool = pool_in(folder)
     made = LocalNodes(pool, pool.nodes, STAND_IN)
     yield made
     made.down(0)
@@ -46,7 +69,11 @@ def states(found: list[NodeState]) -> list[str]:
     return [state.state for state in found]
 
 
-def test_up_status_drain(nodes: LocalNodes, tmp_path: Path) -> None:
+def log_of(folder: Path, name: str) -> Path:
+    return folder / "pool" / name / "node.log"
+
+
+def test_up_status_drain(nodes: LocalNodes, folder: Path) -> None:
     assert states(nodes.status()) == ["stopped", "stopped"]
     up = nodes.up(PATIENCE_S)
     assert [state.problem for state in up] == ["", ""]
@@ -54,8 +81,8 @@ def test_up_status_drain(nodes: LocalNodes, tmp_path: Path) -> None:
     pids = [state.pid for state in up]
     assert len({*pids, None}) == 3
     assert up[0].addresses == (
-        f"unix://{tmp_path}/a.sock",
-        f"unix://{tmp_path}/pool/a/node.sock",
+        f"unix://{folder}/a.sock",
+        f"unix://{folder}/pool/a/node.sock",
     )
     assert [state.pid for state in nodes.up(PATIENCE_S)] == pids, "they run already"
     assert states(nodes.drain(PATIENCE_S)) == ["stopped", "stopped"]
@@ -75,14 +102,14 @@ def test_a_killed_node_is_known_to_be_gone_and_started_again(nodes: LocalNodes) 
     assert again[1].pid == other.pid
 
 
-def test_options_do_not_change_under_a_node(nodes: LocalNodes, tmp_path: Path) -> None:
+def test_options_do_not_change_under_a_node(nodes: LocalNodes, folder: Path) -> None:
     nodes.up(PATIENCE_S)
-    changed = pool_in(tmp_path, dram_gib=3)
+    changed = pool_in(folder, dram_gib=3)
     others = LocalNodes(changed, changed.nodes, STAND_IN)
     found = others.up(PATIENCE_S)
     assert all("runs with other options: ssdkv pool drain" in state.problem for state in found)
     assert states(found) == ["serves", "serves"]
-    file = tmp_path / "pool" / "a" / "shared" / "node.yaml"
+    file = folder / "pool" / "a" / "shared" / "node.yaml"
     assert "dram_gib" not in yaml.safe_load(file.read_text())
     others.drain(PATIENCE_S)
     assert states(others.up(PATIENCE_S)) == ["serves", "serves"]
@@ -90,39 +117,54 @@ def test_options_do_not_change_under_a_node(nodes: LocalNodes, tmp_path: Path) -
 
 
 def test_a_node_that_ends_is_told_with_its_last_words(
-    nodes: LocalNodes, monkeypatch: pytest.MonkeyPatch
+    misbehaving: LocalNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BEHAVIOUR", "doomed")
-    for state in nodes.up(PATIENCE_S):
+    for state in misbehaving.up(PATIENCE_S):
         assert state.state == "stopped"
         assert state.problem == "it ended: \nnode: begins\nnode: no drive"
 
 
 def test_a_node_that_does_not_answer_in_time_is_told_and_left(
-    nodes: LocalNodes, monkeypatch: pytest.MonkeyPatch
+    misbehaving: LocalNodes, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     monkeypatch.setenv("BEHAVIOUR", "mute")
-    for state in nodes.up(0.5):
+    for state in misbehaving.up(0.5):
         assert state.state == "silent"
-        assert "does not answer in time: see" in state.problem
-    assert states(nodes.drain(PATIENCE_S)) == ["stopped", "stopped"]
+        assert state.problem == f"it does not answer in time: see {log_of(folder, state.name)}"
+    await_words(folder)
+    assert states(misbehaving.drain(PATIENCE_S)) == ["stopped", "stopped"]
 
 
-def test_only_down_kills(nodes: LocalNodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_down_kills(
+    misbehaving: LocalNodes, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
     monkeypatch.setenv("BEHAVIOUR", "stubborn")
-    nodes.up(PATIENCE_S)
-    for state in nodes.drain(0.5):
-        assert state.state == "serves"
+    misbehaving.up(0)
+    await_words(folder)
+    for state in misbehaving.drain(0.5):
+        assert state.state == "silent"
         assert "not ended in time" in state.problem
-    ended = nodes.down(0.5)
+    ended = misbehaving.down(0.5)
     assert [(state.state, state.problem) for state in ended] == [("stopped", "")] * 2
 
 
-def test_a_long_log_is_put_aside(nodes: LocalNodes, tmp_path: Path) -> None:
-    folder = tmp_path / "pool" / "a"
-    folder.mkdir(parents=True)
-    with (folder / "node.log").open("wb") as log:
-        log.truncate(17 << 20)
-    nodes.up(PATIENCE_S)
-    assert (folder / "node.log.1").stat().st_size == 17 << 20
-    assert (folder / "node.log").read_text() == "node: begins\n"
+def await_words(folder: Path) -> None:
+    """Until both have begun: before, any signal ends them."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not all(log_of(folder, name).read_text() for name in ("a", "b")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_long_log_is_put_aside(
+    misbehaving: LocalNodes, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    monkeypatch.setenv("BEHAVIOUR", "doomed")
+    log = log_of(folder, "a")
+    log.parent.mkdir(parents=True)
+    with log.open("wb") as file:
+        file.truncate(17 << 20)
+    misbehaving.up(PATIENCE_S)
+    assert log.with_name("node.log.1").stat().st_size == 17 << 20
+    assert log.read_text() == "node: begins\nnode: no drive\n"

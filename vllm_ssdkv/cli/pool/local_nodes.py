@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,10 +18,12 @@ from typing import Final
 
 import yaml
 
-from vllm_ssdkv.base.errors import PoolError, SharedFileError
+from vllm_ssdkv.base.errors import NodeError, PoolError, SharedFileError
 from vllm_ssdkv.base.sizes import MIB
-from vllm_ssdkv.cli.pool.node_state import NodeState
+from vllm_ssdkv.cli.node.status import ask_status
+from vllm_ssdkv.cli.pool.node_state import NodeState, State
 from vllm_ssdkv.config.pool import LOCAL, PoolConfig, PooledNode
+from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.shared_files import SharedFiles
 
 OWN_PROGRAM: Final = (sys.executable, "-P", "-m", "vllm_ssdkv.cli.main")
@@ -31,8 +32,7 @@ _LOG: Final = "node.log"
 _MOST_LOG: Final = 16 * MIB
 _TAIL_LINES: Final = 20
 _POLL_S: Final = 0.2
-_ANSWER_S: Final = 20.0
-"""Of ``ssdkv node status``, which has a deadline of its own for the node."""
+_ANSWER_S: Final = 3.0
 _KILLED_S: Final = 30.0
 
 
@@ -128,7 +128,7 @@ class LocalNodes:
     def _await_service(self, node: PooledNode, deadline: float) -> str:
         """Wait until it answers. Returns what is wrong, or nothing."""
         while self._runs(node):
-            if self._answers(node):
+            if self._condition(node) == "serves":
                 return ""
             if time.monotonic() >= deadline:
                 return f"it does not answer in time: see {self._folder(node) / _LOG}"
@@ -166,7 +166,7 @@ class LocalNodes:
         return NodeState(
             name=node.name,
             host=LOCAL,
-            state="stopped" if not runs else "serves" if self._answers(node) else "silent",
+            state=self._condition(node) if runs else "stopped",
             pid=self._pid(node) if runs else None,
             addresses=addresses,
             problem=problem,
@@ -181,13 +181,14 @@ class LocalNodes:
     def _runs(self, node: PooledNode) -> bool:
         return self._shared(node).references(OPTIONS_FILE).node > 0
 
-    def _answers(self, node: PooledNode) -> bool:
-        command = [*self._program, "node", "status", self._pool.control_address(node)]
+    def _condition(self, node: PooledNode) -> State:
+        """What its process, which lives, says of itself."""
         try:
-            done = subprocess.run(command, capture_output=True, timeout=_ANSWER_S, check=False)
-        except subprocess.TimeoutExpired:
-            return False
-        return done.returncode == 0
+            address = Address.parse(self._pool.control_address(node))
+            found = ask_status(address, None, _ANSWER_S)
+        except NodeError:
+            return "silent"
+        return "drains" if found.draining else "serves"
 
     def _pid(self, node: PooledNode) -> int | None:
         """The process that leads a session and has the options open; None if none is to be seen."""

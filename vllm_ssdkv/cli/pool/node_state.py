@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
-State: TypeAlias = Literal["serves", "silent", "stopped", "unknown"]
+State: TypeAlias = Literal["serves", "drains", "silent", "stopped", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,8 +13,8 @@ class NodeState:
     """One node.
 
     Attributes:
-        state: ``serves`` if it answers; ``silent`` if its process lives and does not, as at its
-            start and while it drains; ``unknown`` if its machine cannot be asked.
+        state: ``serves`` if it answers; ``drains`` if it is about to end; ``silent`` if its process
+            lives and does not answer, as at its start; ``unknown`` if its machine cannot be asked.
         pid: Process on its machine; None if there is none, or another user's.
         addresses: Where engines find it.
         problem: What the command could not do with it, and the way out; empty if all went well.

@@ -133,7 +133,7 @@ def up(
 def status(file: _File, names: _Names = None, as_json: arguments.Json = False) -> None:
     """Say of each node whether it serves.
 
-    A node is silent while it starts, drains or hangs. Exits with 1 unless all serve.
+    A node is silent while it starts or hangs. Exits with 1 unless all serve.
     """
     _exit_unless(_command(file, names, "status", 0.0, as_json), "serves")
 
