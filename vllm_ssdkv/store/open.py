@@ -396,19 +396,7 @@ def open_rank(
     manifest = place.manifest()
     geometry = place.geometry
     placement = placement_of(manifest)
-    choice = None
-    if geometry.summary_pages:
-        sparse = place.config.sparse
-        choice = SparseMemory(
-            place.config.page_tokens,
-            manifest.numbers,
-            sparse.page_cache,
-            sparse.summaries,
-            sparse.page_policy,
-            sparse.channel_pages,
-            contexts,
-            sparse.budget,
-        )
+    choice = _sparse_memory(place.config, manifest, contexts) if geometry.summary_pages else None
     plan = MemoryPlan.of(
         geometry,
         place.config.dram_bytes(place.tp_size),
@@ -457,6 +445,21 @@ def open_rank(
         found = OpenStore(files, opened, arena, plan, manifest.numbers, capacities, place.key_id)
         stack.pop_all()
     return found
+
+
+def _sparse_memory(config: SSDKVConfig, manifest: Manifest, contexts: int | None) -> SparseMemory:
+    """What requests that choose need of DRAM."""
+    sparse = config.sparse
+    return SparseMemory(
+        config.page_tokens,
+        manifest.numbers,
+        sparse.page_cache,
+        sparse.summaries,
+        sparse.page_policy,
+        sparse.channel_pages,
+        contexts,
+        sparse.budget,
+    )
 
 
 def _open_devices(

@@ -61,6 +61,7 @@ class ScriptedNode:
         self.script = script
         self.version = VERSIONS[-1]
         self.beat_s = 0.2
+        self.beats = True
         self.slots = SLOTS
         self.connections: list[Connection] = []
         self.told: list[Message] = []
@@ -125,7 +126,7 @@ class ScriptedNode:
         channel.send(welcome, call_id=call_id, answer=True, descriptors=fds, timeout=WAIT_S)
         channel.agree(VERSIONS[-1], DEFAULT_LIMITS)
         channel.grant(64 * FRAME)
-        if hello.part == "bytes":
+        if hello.part == "bytes" and self.beats:
             channel.start_heartbeat(self.beat_s)
 
     def _take(self, connection: Connection, frame: Frame) -> None:

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from typing import Final
 
 import torch
 
+from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.connector.worker.pinning import pin_memory
 from vllm_ssdkv.connector.worker.rank_store import StoreWork
 from vllm_ssdkv.node.client.remote_store import RemoteStore
 from vllm_ssdkv.store.format.segment import Segment
+
+logger = logging.getLogger(__name__)
+
+
+def _pin(device: torch.device, address: int, nbytes: int, *, writable: bool) -> None:
+    """Register memory; that which is the node's need not be."""
+    try:
+        pin_memory(address, nbytes, writable=writable, device=device)
+    except StoreError as error:
+        if writable:
+            raise
+        logger.warning("ssdkv: the arena of the node is not pinned: %s", error)
 
 
 class NodeRank:
@@ -45,7 +59,7 @@ class NodeRank:
 
     def pin(self, device: torch.device) -> None:
         """Register the memory of this session and of later ones with a GPU."""
-        self._store.pin_with(functools.partial(pin_memory, device=device))
+        self._store.pin_with(functools.partial(_pin, device))
 
     def change_segments(self, segments: Sequence[Segment]) -> None:
         """Nothing: slots lie where the node puts them."""

@@ -131,7 +131,9 @@ class NodeLink:
             except SSDKVError as error:
                 if str(error) != self._refusal and pause >= LONGEST_PAUSE_S:
                     self._refusal = str(error)
-                    logger.warning("ssdkv: the node %s: %s", self.peer.address, error)
+                    logger.warning(
+                        "ssdkv: the node %s cannot be reached: %s", self.peer.address, error
+                    )
             except Exception:  # whatever it is, the engine must find its node again
                 self._counters.add("thread_errors", 1, thread="node")
                 logger.exception("ssdkv: connecting to %s failed", self.peer.address)

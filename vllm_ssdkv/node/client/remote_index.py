@@ -127,7 +127,9 @@ class RemoteIndex:
         except NodeError as error:
             self._metrics.add("node_call_failures", 1)
             if not session.ended:
-                logger.warning("ssdkv: %s", error)
+                logger.warning(
+                    "ssdkv: the node %s refused a call: %s", self._link.peer.address, error
+                )
             return None
 
     def _tell(self, message: Message) -> None:

@@ -101,9 +101,7 @@ class HostedStore:
             stack.callback(self._index.close)
             stack.callback(self._rebalancer.close)
             placement = self._rebalancer.placement
-            self._policy = open_write_policy(
-                place, placement, self._index.num_slots, self.counters
-            )
+            self._policy = open_write_policy(place, placement, self._index.num_slots, self.counters)
             stack.pop_all()
         self._device_weights = DeviceWeights(
             self._rebalancer, [device.path for device in place.stored().devices]
@@ -296,6 +294,11 @@ class HostedStore:
         with self._lock:
             return len(self._claims)
 
+    def claims_of(self, run: str) -> int:
+        """The same of one run."""
+        with self._lock:
+            return sum(claim.run == run for claim in self._claims)
+
     # ---- saves ----
 
     def save(
@@ -348,9 +351,7 @@ class HostedStore:
                     claim.saving += 1
         return found
 
-    def _end_save(
-        self, host: HostedRank, claims: Sequence[Claim | None], taken: set[int]
-    ) -> None:
+    def _end_save(self, host: HostedRank, claims: Sequence[Claim | None], taken: set[int]) -> None:
         """Publish what all ranks have, and have written what was ``taken``."""
         with self._lock:
             flushed: list[Claim] = []
@@ -432,9 +433,7 @@ class HostedStore:
             for run in {claim.run for claim, _ in ended}:
                 self._tell(rank, run, [pair for claim, pair in ended if claim.run == run], good)
 
-    def _with_claims(
-        self, pairs: Sequence[tuple[int, int]]
-    ) -> list[tuple[Claim, tuple[int, int]]]:
+    def _with_claims(self, pairs: Sequence[tuple[int, int]]) -> list[tuple[Claim, tuple[int, int]]]:
         found = ((self._claims.find(*pair), pair) for pair in pairs)
         return [(claim, pair) for claim, pair in found if claim is not None]
 

@@ -8,6 +8,7 @@ import mmap
 import os
 import queue
 import threading
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,8 +92,8 @@ class WorkerLink:
 
     # ---- receiving ----
 
-    def serve(self) -> None:
-        """Receive until the connection ends.
+    def serve(self, count: Callable[[str], None]) -> None:
+        """Receive until the connection ends; ``count`` hears the name of each message.
 
         Raises:
             NodeError: why it ended.
@@ -101,6 +102,7 @@ class WorkerLink:
             self._channel.grant(self._transfer)
         while True:
             frame = self._channel.receive(None)
+            count(type(frame.message).__name__)
             try:
                 self._handle(frame)
             finally:
@@ -340,5 +342,3 @@ def _check_lengths(*arrays: NDArray[np.generic]) -> None:
     if len({len(array) for array in arrays}) > 1:
         lengths = ", ".join(str(len(array)) for array in arrays)
         raise ProtocolError("body", f"arrays of one message have {lengths} entries")
-
-
