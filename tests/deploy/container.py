@@ -153,15 +153,19 @@ class Container:
     def pid(self) -> int:
         """Of its first process, out here."""
         assert self.process is not None
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        assert children, self.logs()
-        return int(children.split()[0])
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        deadline = time.monotonic() + 60
+        while not (found := children.read_text().split()):
+            assert self.process.poll() is None, self.logs()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return int(found[0])
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.kill(self.pid(), number)
 
     def wait(self, timeout: float = 60.0) -> int:
-        """Its exit status; minus the signal that ended it."""
+        """Its exit status; some other than 0 if a signal ended it."""
         assert self.process is not None
         return self.process.wait(timeout)
 

@@ -104,16 +104,16 @@ def test_a_killed_node_is_known_to_be_gone_and_started_again(nodes: LocalNodes) 
 
 def test_options_do_not_change_under_a_node(nodes: LocalNodes, folder: Path) -> None:
     nodes.up(PATIENCE_S)
-    changed = pool_in(folder, dram_gib=3)
-    others = LocalNodes(changed, changed.nodes, STAND_IN)
+    changed = pool_in(folder, lease=3)
+    others = LocalNodes(changed, changed.nodes)
     found = others.up(PATIENCE_S)
     assert all("runs with other options: ssdkv pool drain" in state.problem for state in found)
     assert states(found) == ["serves", "serves"]
     file = folder / "pool" / "a" / "shared" / "node.yaml"
-    assert "dram_gib" not in yaml.safe_load(file.read_text())
+    assert "lease" not in yaml.safe_load(file.read_text())
     others.drain(PATIENCE_S)
     assert states(others.up(PATIENCE_S)) == ["serves", "serves"]
-    assert yaml.safe_load(file.read_text())["dram_gib"] == 3
+    assert yaml.safe_load(file.read_text())["lease"] == 3
 
 
 def test_a_node_that_ends_is_told_with_its_last_words(
