@@ -42,7 +42,8 @@ _DIRECTION: Final = Label("direction", ("read", "write"))
 _TIER: Final = Label("tier", ("dram", "ssd"))
 _IO_KIND: Final = Label("kind", ("eio", "enospc", "short", "deadline", "other"))
 _DROP_CAUSE: Final = Label(
-    "cause", ("read_error", "write_error", "device_lost", "restriped", "weights", "unverified")
+    "cause",
+    ("read_error", "write_error", "device_lost", "restriped", "weights", "unverified", "engine"),
 )
 _JOURNAL_CALL: Final = Label("call", ("append", "sync", "rewrite"))
 _RECOMPUTE_CAUSE: Final = Label("cause", ("hit", "context"))

@@ -1,4 +1,4 @@
-"""What the scheduler asks of the store's numbers, in this process or in a node.
+"""Needs of the scheduler in the store's numbers, in this process or in a node.
 
 :class:`SlotIndex` and :class:`Rebalancer` satisfy these protocols, and so does the client of a
 node. Page mode needs more: the index itself, which :func:`embedded` gives.
@@ -90,7 +90,7 @@ class BlockIndex(Protocol):
 
 
 class SlotPlacement(Protocol):
-    """Where slots lie, as far as the scheduler of any mode asks."""
+    """Places of slots, as far as the scheduler of any mode asks."""
 
     @property
     def weights(self) -> Sequence[float]:

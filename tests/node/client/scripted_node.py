@@ -97,6 +97,7 @@ class ScriptedNode:
             threading.Thread(target=self._serve, args=(channel,), daemon=True).start()
 
     def _serve(self, channel: Channel) -> None:
+        channel.most_descriptors = 1
         try:
             frame = channel.receive(WAIT_S)
             assert isinstance(frame.message, Hello)

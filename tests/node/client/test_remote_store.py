@@ -61,14 +61,16 @@ class Script:
                 connection.push(Written(*pairs))
             case Load():
                 self.loads.append(message)
-                blocks = self.blocks or unpack(message.blocks).tolist()
+                blocks = self.blocks or [b for b in unpack(message.blocks).tolist() if b]
                 offsets = np.arange(len(blocks)) * FRAME
                 for at, block in zip(offsets.tolist(), blocks, strict=True):
                     connection.node.arena[at : at + FRAME] = block
                 connection.push(Arrived(0, pack(blocks), pack(offsets)), frame.call_id)
             case Copied(part):
                 self.copied.append(part)
-                connection.push(LoadEnded(self.complete, NONE, NONE, 16), frame.call_id)
+                copied = self.loads[-1].compared
+                ended = LoadEnded(self.complete, NONE, NONE, 16, copied=copied)
+                connection.push(ended, frame.call_id, [bytes([77]) * FRAME] if copied else [])
             case _:
                 pass
         return None
@@ -123,12 +125,13 @@ class Engine:
             time.sleep(0.005)
         return sorted(written), sorted(failed)
 
-    def load(self, *blocks: int) -> None:
+    def load(self, *blocks: int, compared: bool = False) -> None:
         """Ask for a hit of as many blocks."""
         slots = np.arange(len(blocks), dtype=np.int64)
         keys = tuple(bytes([s]) * 32 for s in slots.tolist())
         ids = np.array(blocks, dtype=np.int64)
-        self.store.load(LoadJob("request", slots, slots + 100, keys, ids, len(blocks)))
+        job = LoadJob("request", slots, slots + 100, keys, ids, len(blocks), compared=compared)
+        self.store.load(job)
 
     def outcome(self, patience_s: float = 20.0) -> LoadOutcome:
         """The next load that ends."""
@@ -216,6 +219,15 @@ def test_a_hit_is_copied_from_the_nodes_memory(engine: Engine, script: Script) -
     assert outcome.tokens_from_dram == 16
     assert engine.hbm == {3: bytes([3]) * FRAME, 5: bytes([5]) * FRAME}
     assert script.copied == [0]
+
+
+def test_a_block_to_compare_comes_with_the_end(engine: Engine) -> None:
+    engine.load(3, 0, compared=True)
+    outcome = engine.outcome()
+    assert outcome.complete
+    assert outcome.copy is not None
+    slot, epoch, copy = outcome.copy
+    assert (slot, epoch, copy.tobytes()) == (1, 101, bytes([77]) * FRAME)
 
 
 def test_a_hit_of_which_a_block_is_missing_has_failed(engine: Engine, script: Script) -> None:

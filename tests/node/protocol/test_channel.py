@@ -182,6 +182,7 @@ def test_descriptors_go_through_a_unix_socket(tmp_path: Path) -> None:
     file = (tmp_path / "file").open("w+b")
     file.write(b"content")
     file.flush()
+    theirs.most_descriptors = 2
     ours.send(Copied(1), descriptors=[file.fileno(), file.fileno()], timeout=WAIT_S)
     ours.send(Copied(2), timeout=WAIT_S)
     got = theirs.receive(WAIT_S)
@@ -352,7 +353,8 @@ def test_frames_that_are_refused() -> None:
     refused(frame(Copied(5), kind=999), "body", "no message has kind 999")
     refused(frame(Copied(5), kind=kind_of(Lookup(b""))), "body", "not a Lookup")
     refused(frame(Copied(5), flags=Flag.ERROR), "flags")
-    refused(frame(Copied(5), descriptors=1), "descriptors", "0 descriptors and says 1")
+    refused(frame(Copied(5), descriptors=1), "descriptors", "brings 1 descriptors; 0 may be")
+    refused(frame(Copied(5), descriptors=5), "descriptors", "announces 5")
     refused(frame(Copied(5), body_bytes=DEFAULT_LIMITS.body + 1), "size")
     refused(frame(Copied(5), payload_bytes=DEFAULT_LIMITS.payload + 1), "size")
     refused(frame(Copied(5), payload_bytes=1), "credit", "credit for 0")
@@ -379,12 +381,33 @@ def descriptors_open() -> int:
 @pytest.mark.parametrize("count", [1, 4, 9])
 def test_descriptors_that_nobody_announced_are_closed(count: int) -> None:
     with raw_and_channel() as (raw, channel):
+        channel.most_descriptors = 4
         before = descriptors_open()
         rights = array.array("i", [raw.fileno()] * count)
         raw.sendmsg([frame(Copied(5))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
         with pytest.raises(ProtocolError) as error:
             channel.receive(WAIT_S)
         assert error.value.cause == "descriptors"
+        assert descriptors_open() == before
+
+
+def test_announced_descriptors_that_do_not_come_are_missed() -> None:
+    with raw_and_channel() as (raw, channel):
+        channel.most_descriptors = 4
+        raw.sendall(frame(Copied(5), descriptors=1))
+        with pytest.raises(ProtocolError, match="with 0 descriptors and says 1"):
+            channel.receive(WAIT_S)
+
+
+@pytest.mark.parametrize("kind", [kind_of(Copied(5)), 999])
+def test_descriptors_that_may_not_be_are_closed(kind: int) -> None:
+    with raw_and_channel() as (raw, channel):
+        before = descriptors_open()
+        rights = array.array("i", [raw.fileno()])
+        data = frame(Copied(5), kind=kind, descriptors=1)
+        raw.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        with pytest.raises(ProtocolError, match="0 may be"):
+            channel.receive(WAIT_S)
         assert descriptors_open() == before
 
 
@@ -401,6 +424,7 @@ def test_descriptors_beside_a_body_are_closed() -> None:
 
 def test_descriptors_of_a_refused_message_are_closed() -> None:
     with raw_and_channel() as (raw, channel):
+        channel.most_descriptors = 4
         before = descriptors_open()
         rights = array.array("i", [raw.fileno()])
         raw.sendmsg(

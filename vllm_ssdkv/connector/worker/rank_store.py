@@ -1,4 +1,4 @@
-"""What a worker asks of the store of its rank, in this process or in a node.
+"""Needs of a worker in the store of its rank, in this process or in a node.
 
 :class:`TieredStore` is a :class:`RankStore`, and so is the client of a node. Page mode asks for
 more, of a :class:`TieredStore` alone.
@@ -96,7 +96,7 @@ class RankStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoreWork:
-    """What a worker does for its store.
+    """Work of a worker for its store.
 
     Attributes:
         config: The options.

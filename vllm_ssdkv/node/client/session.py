@@ -25,7 +25,7 @@ Answer = TypeVar("Answer", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """What a client says of itself, and where it says it.
+    """Name of a client, and the address of its node.
 
     Attributes:
         address: Of the node.
@@ -186,6 +186,7 @@ def _left(deadline: float) -> float:
 def _greet(peer: Peer, hello: Hello, deadline: float) -> tuple[Channel, Welcome, list[int]]:
     """Connect and say hello. The channel, the welcome, and descriptors that came with it."""
     channel = connect(peer.address, peer.credentials, _left(deadline))
+    channel.most_descriptors = 1
     try:
         channel.send(hello, call_id=1, timeout=_left(deadline))
         frame = channel.receive(_left(deadline))

@@ -1,1 +1,1 @@
-"""What goes over the wire between an engine and a node: addresses, frames, messages, keys."""
+"""Protocol between engines and nodes: addresses, frames, messages, channels, keys."""

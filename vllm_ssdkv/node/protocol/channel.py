@@ -69,6 +69,8 @@ class Channel:
         peer: Address of the other side, for messages.
         limits: Largest frames that are taken.
         credits: Bytes of payload that this side may still send.
+        most_descriptors: File descriptors that a frame of the peer may bring; those beyond are
+            closed, and the frame refused.
         silence_s: Longest time in seconds without a frame of the peer while a thread receives;
             None: any.
 
@@ -84,6 +86,7 @@ class Channel:
         self.is_unix = is_unix
         self.limits = HELLO_LIMITS
         self.credits = Credits()
+        self.most_descriptors = 0
         self.silence_s: float | None = None
         self._stream = stream
         self._version: int | None = None
@@ -216,6 +219,11 @@ class Channel:
             raise ProtocolError(
                 "version",
                 f"a frame is of version {header.version}; {self._version} was agreed on",
+            )
+        if header.descriptors > self.most_descriptors:
+            raise ProtocolError(
+                "descriptors",
+                f"a frame brings {header.descriptors} descriptors; {self.most_descriptors} may be",
             )
         if len(descriptors) != header.descriptors:
             raise ProtocolError(

@@ -261,6 +261,7 @@ class Connection:
         place = (session.run, session.rank)
         with state.lock:
             state.links[place] = link
+        self._channel.most_descriptors = 1
         self._channel.start_heartbeat(config.lease / BEATS)
         try:
             link.serve(self._count_call)
