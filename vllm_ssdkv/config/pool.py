@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.config.node import NodeConfig
 from vllm_ssdkv.config.problems import problems
-from vllm_ssdkv.config.schema import PATH_TEXT, Allowed, OptionModel, PathText, Reason
+from vllm_ssdkv.config.schema import Allowed, OptionModel, PathText, Reason
 
 MAX_NODES: Final = 128
 LOCAL: Final = "local"
@@ -68,7 +68,7 @@ class KubernetesPool(OptionModel):
 
     manifests: Annotated[
         PathText,
-        Allowed(PATH_TEXT),
+        Allowed("a path (relative to where `ssdkv pool` is started)"),
         Field(description="Folder with a `kustomization.yaml`, such as `deploy/kubernetes`."),
         Reason("The manifests are the user's: storage class, sizes and registry are in them."),
     ]
@@ -104,10 +104,10 @@ class PoolConfig(OptionModel):
     ] = "hosts"
     directory: Annotated[
         PathText | None,
-        Allowed(PATH_TEXT),
+        Allowed("a path, the same on each machine"),
         Field(
             description="Folder on each machine with a folder for each node: its options, log and "
-            "socket. Required unless Kubernetes runs the nodes."
+            "socket. Made where it is not there. Required unless Kubernetes runs the nodes."
         ),
         Reason("null: of Kubernetes there is none."),
     ] = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from pydantic import BaseModel
+
 from vllm_ssdkv.base.metric import Metric
 from vllm_ssdkv.base.metrics import BATCH_METRICS, METRICS
 from vllm_ssdkv.base.wait_reason import WaitReason
@@ -72,8 +74,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines)
 
 
-def options_page() -> str:
-    """Text of ``docs/options.md``."""
+def options_table(model: type[BaseModel]) -> str:
+    """Every option of a model, one row each."""
     rows = [
         (
             f"`{option.path}`",
@@ -82,10 +84,14 @@ def options_page() -> str:
             "required" if option.default is None else f"`{option.default}`",
             option.reason,
         )
-        for option in walk(SSDKVConfig)
+        for option in walk(model)
     ]
-    head = ("Option", "Meaning", "Allowed", "Default", "Why this default")
-    return f"{NOTICE}\n\n{_OPTIONS_INTRO}\n{table(head, rows)}\n"
+    return table(("Option", "Meaning", "Allowed", "Default", "Why this default"), rows)
+
+
+def options_page() -> str:
+    """Text of ``docs/options.md``."""
+    return f"{NOTICE}\n\n{_OPTIONS_INTRO}\n{options_table(SSDKVConfig)}\n"
 
 
 def _labels_text(metric: Metric) -> str:

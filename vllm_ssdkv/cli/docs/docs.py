@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -13,11 +15,14 @@ from vllm_ssdkv.cli.docs.command_page import commands_page
 from vllm_ssdkv.cli.docs.doc_pages import (
     metrics_page,
     options_page,
+    options_table,
     waits_table,
     with_section,
 )
 from vllm_ssdkv.cli.docs.fpga_page import fpga_page
 from vllm_ssdkv.cli.docs.papers_page import papers_page
+from vllm_ssdkv.config.node import NodeConfig
+from vllm_ssdkv.config.pool import PoolConfig
 from vllm_ssdkv.fpga_offload.generate import FILES, tables
 from vllm_ssdkv.profiling.gpu_pack.page import gpu_page
 
@@ -32,6 +37,13 @@ _Directory = Annotated[
     ),
 ]
 
+_SECTIONS: Final[dict[str, tuple[str, Callable[[], str]]]] = {
+    "operations.md": ("waits", waits_table),
+    "nodes.md": ("node", partial(options_table, NodeConfig)),
+    "deploy.md": ("pool", partial(options_table, PoolConfig)),
+}
+"""Pages that are written by hand, each with a section that is generated."""
+
 
 def pages(directory: Path) -> dict[str, str]:
     """File name and text of every generated page, and of pages with a generated table, if they are
@@ -44,10 +56,10 @@ def pages(directory: Path) -> dict[str, str]:
         "options.md": options_page(),
         "papers.md": papers_page(),
     }
-    operations = directory / "operations.md"
-    if operations.is_file():
-        text = operations.read_text(encoding="utf-8")
-        found[operations.name] = with_section(text, "waits", waits_table())
+    for name, (section, content) in _SECTIONS.items():
+        page = directory / name
+        if page.is_file():
+            found[name] = with_section(page.read_text(encoding="utf-8"), section, content())
     fpga = directory / "fpga.md"
     if fpga.is_file():
         text = with_section(fpga.read_text(encoding="utf-8"), "fpga arguments", tables())
@@ -80,7 +92,8 @@ def stale(directory: Path) -> dict[str, str]:
 @app.command()
 def write(directory: _Directory) -> None:
     """Write cli.md, gpu.md, metrics.md, options.md and papers.md into DIR, the tables in
-    operations.md and fpga.md, and the headers of the FPGA kernels beside DIR."""
+    operations.md, nodes.md, deploy.md and fpga.md, and the headers of the FPGA kernels beside DIR.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     fresh = pages(directory)
     for name in stale(directory):
