@@ -40,7 +40,7 @@ class KubernetesNodes:
         return self.status()
 
     def status(self) -> list[NodeState]:
-        """What Kubernetes says of the pods; a pod that is ready serves. Errors as :meth:`up`."""
+        """Ask Kubernetes for the pods; one that is ready serves. Errors as :meth:`up`."""
         found = json.loads(self._kubectl("get", "pods", "-l", LABEL, "-o", "json"))
         return [_state(pod) for pod in found["items"]]
 

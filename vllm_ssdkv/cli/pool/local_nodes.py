@@ -79,7 +79,7 @@ class LocalNodes:
         return self._end(patience_s, by_force=False)
 
     def down(self, patience_s: float) -> list[NodeState]:
-        """The same, and kill those that have not ended. What is durable stays."""
+        """Drain all, then kill those that have not ended. What is durable stays."""
         return self._end(patience_s, by_force=True)
 
     def _start(self, node: PooledNode) -> str:
@@ -182,7 +182,7 @@ class LocalNodes:
         return self._shared(node).references(OPTIONS_FILE).node > 0
 
     def _condition(self, node: PooledNode) -> State:
-        """What its process, which lives, says of itself."""
+        """Condition of a node whose process lives, as it tells it."""
         try:
             address = Address.parse(self._pool.control_address(node))
             found = ask_status(address, None, _ANSWER_S)

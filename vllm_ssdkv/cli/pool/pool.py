@@ -160,7 +160,7 @@ def down(
     patience: _Patience = 60.0,
     as_json: arguments.Json = False,
 ) -> None:
-    """The same, and kill those that have not ended in time.
+    """Drain nodes, and kill those that have not ended in time.
 
     What is durable stays on the drives, and is found after `up`. Exits with 1 if one still runs.
     """

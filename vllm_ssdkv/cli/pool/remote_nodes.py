@@ -71,7 +71,7 @@ def _one_by_ssh(pool: PoolConfig, node: PooledNode, verb: Verb, patience_s: floa
 
 
 class NodeActor:
-    """What Ray runs on the machine of a node; the node is a process beside it.
+    """Actor of Ray on the machine of a node, which is a process beside it.
 
     Example:
         >>> NodeActor().perform(json.dumps(pool.on_its_machine(node)), "status", 0)
