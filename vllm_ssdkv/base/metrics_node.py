@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from vllm_ssdkv.base.metric import Metric, counter, gauge
+from vllm_ssdkv.base.metric import Label, Metric, counter, gauge
 
 NODE_METRICS: Final[tuple[Metric, ...]] = (
     gauge(
@@ -24,6 +24,13 @@ NODE_METRICS: Final[tuple[Metric, ...]] = (
         "node_call_failures",
         "calls",
         "Calls that the node refused or did not answer in time.",
+    ),
+    counter(
+        "prefix_waits",
+        "requests",
+        "Requests that waited for blocks which others were computing: `served`, or `taken_over`, "
+        "where the others came too late (nodes).",
+        Label("end", ("served", "taken_over")),
     ),
 )
 """In the order of the document."""

@@ -16,7 +16,7 @@ CALLS: Final = (
 """Names of calls, for a label."""
 
 REFUSALS: Final = (
-    *("magic", "flags", "sequence", "size", "descriptors", "kind", "version", "body", "credit"),
+    *("magic", "flags", "sequence", "size", "files", "kind", "version", "body", "credit"),
     *("order", "memory", "keys", "store", "limit", "closing"),
 )
 """Causes for which a connection is refused, for a label."""

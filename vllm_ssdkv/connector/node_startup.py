@@ -17,7 +17,7 @@ from vllm_ssdkv.connector.scheduler.suspension import Suspension
 from vllm_ssdkv.node.client.node_link import NodeLink
 from vllm_ssdkv.node.client.remote_index import RemoteIndex, RemotePlacement
 from vllm_ssdkv.node.client.remote_store import RemoteStore
-from vllm_ssdkv.node.client.session import Peer
+from vllm_ssdkv.node.client.session import Peer, as_name
 from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.credentials import Credentials
 from vllm_ssdkv.node.protocol.messages import Role, StoreSpec
@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 BIND_S: Final = 60.0
 """How long a scheduler's start waits for all workers to have told the node of their weights."""
-
-_LONGEST_NAME: Final = 256
 
 
 def peer_of(config: SSDKVConfig, place: StorePlace, layout: KVLayout, role: Role) -> Peer:
@@ -45,8 +43,8 @@ def peer_of(config: SSDKVConfig, place: StorePlace, layout: KVLayout, role: Role
         place.geometry.payload_bytes,
         place.tp_size,
         layout.block_tokens,
-        place.model[-_LONGEST_NAME:],
-        place.name[-_LONGEST_NAME:],
+        as_name(place.model),
+        as_name(place.name),
     )
     keys = None
     if config.node_keys is not None:
@@ -54,7 +52,7 @@ def peer_of(config: SSDKVConfig, place: StorePlace, layout: KVLayout, role: Role
             keys = Credentials.load(Path(config.node_keys), "engine")
         except CredentialsError as error:
             raise ConfigError(f"node_keys: {error}") from error
-    return Peer(Address.parse(config.nodes[0]), keys, role, place.run[-_LONGEST_NAME:], store=spec)
+    return Peer(Address.parse(config.nodes[0]), keys, role, as_name(place.run), store=spec)
 
 
 def open_remote_store(

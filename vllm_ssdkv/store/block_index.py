@@ -40,6 +40,15 @@ class BlockIndex(Protocol):
     def lookup(self, keys: Sequence[bytes]) -> I64:
         """Slots of the longest prefix of ``keys`` that is ready; int64, shape [<= n]."""
 
+    def awaits(self, name: str, keys: Sequence[bytes], seconds: float | None) -> bool:
+        """Check whether a request had better wait: others compute what is missing of its blocks.
+
+        ``seconds``: how long it would compute all of them; None: nobody knows.
+        """
+
+    def computes_no_more(self, name: str) -> None:
+        """A request has ended."""
+
     def last(self, keys: Sequence[bytes], first: int, end: int, tags: Sequence[int]) -> int:
         """The last n of ``first`` < n <= ``end`` whose key is ready with each of ``tags``."""
 

@@ -21,6 +21,7 @@ from vllm_ssdkv.node.protocol.messages import (
     Claimed,
     Drop,
     Last,
+    Leave,
     Lookup,
     Message,
     Pin,
@@ -210,6 +211,37 @@ def test_a_start_without_its_node_says_why(tmp_path: Path, fault: str, counters:
         link.start(timeout=0.5)
     assert ("77" in str(caught.value)) == (fault == "version")
     node.kill()
+
+
+def test_a_request_waits_for_what_others_compute(
+    node: ScriptedNode, index: RemoteIndex, counters: Counters
+) -> None:
+    others = 3
+
+    def busy(connection: Connection, message: Message, frame: Frame) -> Message | None:
+        answer = answers(connection, message, frame)
+        if isinstance(message, Lookup) and isinstance(answer, Slots):
+            assert message.chain
+            left = 0 if message.take_over else others
+            return Slots(answer.slots, answer.epochs, left)
+        return answer
+
+    node.script = busy
+    assert index.awaits("a", KEYS, None)
+    assert index.awaits("a", KEYS, None), "and asks nobody so soon"
+    assert len(of_kind(node, Lookup)) == 1
+    others = 0
+    until(lambda: not index.awaits("a", KEYS, None))
+    assert counters.total("prefix_waits", end="served") == 1
+    asked = len(of_kind(node, Lookup))
+    assert index.lookup(KEYS).tolist() == [3, 4]
+    assert len(of_kind(node, Lookup)) == asked, "the answer is known"
+    others = 3
+    assert index.awaits("b", KEYS, 0.0)
+    until(lambda: not index.awaits("b", KEYS, 0.0))
+    assert counters.total("prefix_waits", end="taken_over") == 1
+    index.computes_no_more("b")
+    until(lambda: Leave(2) in node.told)
 
 
 def test_numbers_come_once_a_second(index: RemoteIndex) -> None:

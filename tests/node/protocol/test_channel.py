@@ -353,8 +353,8 @@ def test_frames_that_are_refused() -> None:
     refused(frame(Copied(5), kind=999), "body", "no message has kind 999")
     refused(frame(Copied(5), kind=kind_of(Lookup(b""))), "body", "not a Lookup")
     refused(frame(Copied(5), flags=Flag.ERROR), "flags")
-    refused(frame(Copied(5), descriptors=1), "descriptors", "brings 1 descriptors; 0 may be")
-    refused(frame(Copied(5), descriptors=5), "descriptors", "announces 5")
+    refused(frame(Copied(5), descriptors=1), "files", "brings 1 descriptors; 0 may be")
+    refused(frame(Copied(5), descriptors=5), "files", "announces 5")
     refused(frame(Copied(5), body_bytes=DEFAULT_LIMITS.body + 1), "size")
     refused(frame(Copied(5), payload_bytes=DEFAULT_LIMITS.payload + 1), "size")
     refused(frame(Copied(5), payload_bytes=1), "credit", "credit for 0")
@@ -387,7 +387,7 @@ def test_descriptors_that_nobody_announced_are_closed(count: int) -> None:
         raw.sendmsg([frame(Copied(5))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
         with pytest.raises(ProtocolError) as error:
             channel.receive(WAIT_S)
-        assert error.value.cause == "descriptors"
+        assert error.value.cause == "files"
         assert descriptors_open() == before
 
 

@@ -70,7 +70,7 @@ def test_who_speaks_tls_is_told_apart() -> None:
         ({"sequence": 8}, "sequence"),
         ({"body_bytes": HELLO_LIMITS.body + 1}, "size"),
         ({"payload_bytes": 1}, "size"),
-        ({"descriptors": 5}, "descriptors"),
+        ({"descriptors": 5}, "files"),
         ({"kind": 0}, "kind"),
         ({"kind": 15}, "kind"),
         ({"kind": Control.HEARTBEAT, "body_bytes": 1}, "kind"),

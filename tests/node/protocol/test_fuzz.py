@@ -28,7 +28,7 @@ from vllm_ssdkv.node.protocol.messages import (
     unpack_keys,
 )
 
-CAUSES = {"magic", "flags", "version", "sequence", "size", "descriptors", "kind", "credit", "body"}
+CAUSES = {"magic", "flags", "version", "sequence", "size", "files", "kind", "credit", "body"}
 SOAKED = "SSDKV_SOAK_NODE_S" in os.environ
 
 

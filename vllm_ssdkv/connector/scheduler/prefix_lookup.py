@@ -56,7 +56,19 @@ class PrefixLookup:
             beginning = self._identities.keys.of(request, min(first + 1, last), first)
             if len(self._index.lookup(beginning)):
                 return Wait(WaitReason.SEATS)
-        return self._match(request, computed, self._identities.keys.of(request, last))
+        keys = self._identities.keys.of(request, last)
+        if first < last and self._index.awaits(
+            request.request_id, keys[first:], self._seconds(request, computed)
+        ):
+            return Wait(WaitReason.ELSEWHERE)
+        return self._match(request, computed, keys)
+
+    def _seconds(self, request: Request, computed: int) -> float | None:
+        """Time to compute what HBM does not have of a request; None: nobody knows yet."""
+        prefill = self._loads.choice.prefill
+        if not prefill.known:
+            return None
+        return prefill.seconds(computed, request.num_tokens)
 
     def _must_wait(self, request: Request, step: int) -> WaitReason | None:
         """Reason not even to ask the store."""

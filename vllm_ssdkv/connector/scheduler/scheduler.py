@@ -265,6 +265,7 @@ class SSDKVScheduler:
     def finished(self, request: Request) -> None:
         """The request has ended, well or badly; its blocks will be freed."""
         request_id = str(request.request_id)
+        self.index.computes_no_more(request_id)
         self.loads.retries.forget(request_id)
         self._policy.forget(request_id)
         self._waits.forget(request_id)

@@ -151,4 +151,6 @@ class NodeLink:
             session.end()
         if self._thread.is_alive():
             self._thread.join(CONNECT_S + 1.0)
+        if session is not None and not self._with_bytes:
+            session.close()
         self._counters.set("node_connected", 0.0)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.base.errors import NodeError, StoreError
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.node.client.awaited_chains import AwaitedChains
 from vllm_ssdkv.node.client.node_link import NodeLink
 from vllm_ssdkv.node.client.session import CALL_S, Session
 from vllm_ssdkv.node.protocol.messages import (
@@ -28,6 +29,7 @@ from vllm_ssdkv.node.protocol.messages import (
     Drop,
     Gauges,
     Last,
+    Leave,
     Lookup,
     Message,
     Pin,
@@ -92,6 +94,9 @@ class RemoteIndex:
         """Slots by key, of the lookups since the last step."""
         self._names: dict[int, bytes] = {}
         """The reverse."""
+        self._absent: set[bytes] = set()
+        """Keys that were not found since the last step."""
+        self._chains = AwaitedChains()
         self._pins: Counter[int] = Counter()
         self._gauges = dict(_NO_GAUGES)
         self._stopping = threading.Event()
@@ -177,22 +182,58 @@ class RemoteIndex:
         """Slots of the longest prefix of ``keys`` that is ready; one round trip, or none where all
         of them were found in this step."""
         known = [self._found.get(key, -1) for key in keys]
-        if -1 not in known:
-            return np.array(known, dtype=np.int64)
+        end = known.index(-1) if -1 in known else len(known)
+        if end == len(known) or keys[end] in self._absent:
+            return np.array(known[:end], dtype=np.int64)
         found = [_NO_SLOTS]
         for part in _parts(keys):
             told = self._call(Lookup(pack_keys(part)), Slots)
             if told is None:
                 break
-            slots, epochs = unpack(told.slots), unpack(told.epochs)
-            inside = (slots >= 0) & (slots < self.num_slots)
-            if not inside.all():
-                slots, epochs = slots[: inside.argmin()], epochs[: inside.argmin()]
-            self._remember(part, slots, epochs)
-            found.append(slots)
-            if len(slots) < len(part):
+            found.append(self._usable(part, told))
+            if len(found[-1]) < len(part):
                 break
         return np.concatenate(found)
+
+    def awaits(self, name: str, keys: Sequence[bytes], seconds: float | None) -> bool:
+        """Check whether a request had better wait: others compute what is missing of its blocks.
+
+        Args:
+            name: Of the request.
+            keys: Of its blocks that are not in HBM.
+            seconds: How long it would compute all of them; None: nobody knows.
+        """
+        chain = self._chains.of(name)
+        if not self._chains.asks_again(chain):
+            return True
+        over = self._chains.overdue(chain, seconds)
+        part = keys[:MAX_ENTRIES]
+        told = self._call(Lookup(pack_keys(part), chain.number, over), Slots)
+        if told is not None:
+            slots = self._usable(part, told)
+            if told.expected and not over:
+                self._chains.told(chain, len(slots))
+                return True
+            self._absent.update(part[len(slots) : len(slots) + 1])
+        if chain.begun is not None:
+            chain.begun = None
+            self._metrics.add("prefix_waits", 1, end="taken_over" if over else "served")
+        return False
+
+    def computes_no_more(self, name: str) -> None:
+        """A request has ended. Does not wait."""
+        chain = self._chains.take(name)
+        if chain is not None:
+            self._tell(Leave(chain.number))
+
+    def _usable(self, keys: Sequence[bytes], told: Slots) -> I64:
+        """Slots of an answer that are below :attr:`num_slots`, remembered."""
+        slots, epochs = unpack(told.slots), unpack(told.epochs)
+        inside = (slots >= 0) & (slots < self.num_slots)
+        if not inside.all():
+            slots, epochs = slots[: inside.argmin()], epochs[: inside.argmin()]
+        self._remember(keys, slots, epochs)
+        return slots
 
     def _remember(self, keys: Sequence[bytes], slots: I64, epochs: I64) -> None:
         self._epochs[slots], self._live[slots] = epochs, True
@@ -318,6 +359,7 @@ class RemoteIndex:
         self._current()
         self._found.clear()
         self._names.clear()
+        self._absent.clear()
 
     def close(self) -> bool:
         """End the session: the node undoes its pins."""

@@ -22,7 +22,7 @@ from vllm_ssdkv.base.errors import NodeError, ProtocolError, StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import approximate_size
 from vllm_ssdkv.node.client.node_link import NodeLink
-from vllm_ssdkv.node.client.session import CALL_S, Peer, Session
+from vllm_ssdkv.node.client.session import CALL_S, Peer, Session, as_name
 from vllm_ssdkv.node.client.transfer import ArrivedFrames, MappedFrames, TransferRegion
 from vllm_ssdkv.node.protocol.channel import Channel, Frame
 from vllm_ssdkv.node.protocol.messages import (
@@ -65,6 +65,9 @@ SILENCES: Final = 4
 """Heartbeats that may be missing before the node counts as gone."""
 
 LEAST_SILENCE_S: Final = 2.0
+
+LEAST_RATE: Final = 20e6
+"""Bytes per second that a network must take: a slower one is no use, and would hold steps up."""
 
 PLACES_S: Final = 1.0
 """How long a step waits for a place of the transfer region, where all are on their way."""
@@ -133,6 +136,7 @@ class _Memory:
         self.saves: dict[int, _Saving] = {}
         self.unwritten: dict[int, int] = {}
         self.over = False
+        self.receiver: threading.Thread | None = None
         self.freed: queue.SimpleQueue[I32] = queue.SimpleQueue()
 
     @property
@@ -302,7 +306,10 @@ class RemoteStore:
 
     def _begin(self, memory: _Memory) -> None:
         name = "ssdkv-node-bytes"
-        threading.Thread(target=self._receive, args=(memory,), name=name, daemon=True).start()
+        memory.receiver = threading.Thread(
+            target=self._receive, args=(memory,), name=name, daemon=True
+        )
+        memory.receiver.start()
 
     def _adopt(self) -> None:
         """Use the newest session, once nothing of the one before is held or under way."""
@@ -379,8 +386,9 @@ class RemoteStore:
         self, memory: _Memory, message: Message, number: int, payload: Sequence[memoryview] = ()
     ) -> None:
         """Send on the connection for bytes; where that fails, the thread that receives hears."""
+        timeout = CALL_S + sum(view.nbytes for view in payload) / LEAST_RATE
         try:
-            memory.channel.send(message, payload, call_id=number, timeout=self._deadline_s)
+            memory.channel.send(message, payload, call_id=number, timeout=timeout)
         except NodeError:
             memory.session.end()
 
@@ -427,7 +435,7 @@ class RemoteStore:
             self._outcomes.put(_failure(job))
             return
         message = Load(
-            job.request_id[:256],
+            as_name(job.request_id),
             pack(job.slots),
             pack(job.epochs),
             pack_keys(job.keys),
@@ -628,6 +636,11 @@ class RemoteStore:
         while memory is not None and memory.usable and memory.saves and time.monotonic() < until:
             time.sleep(0.005)
         self.link.close()
+        if memory is not None:
+            if memory.receiver is not None:
+                memory.receiver.join(self._deadline_s)
+            if memory.receiver is None or not memory.receiver.is_alive():
+                memory.session.close()
 
 
 def _failure(job: LoadJob) -> LoadOutcome:

@@ -20,7 +20,15 @@ CALL_S: Final = 2.0
 """Deadline of a call. A node answers in some tenths of a millisecond; one that is stopped costs the
 engine this once."""
 
+LONGEST_NAME: Final = 256
+"""Characters of a name in a message."""
+
 Answer = TypeVar("Answer", bound=Message)
+
+
+def as_name(text: str) -> str:
+    """A text as a name in a message: its end, without what is not printable."""
+    return "".join(c if c.isprintable() else "?" for c in text[-LONGEST_NAME:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,12 +222,12 @@ class Channel:
             )
         if header.descriptors > self.most_descriptors:
             raise ProtocolError(
-                "descriptors",
+                "files",
                 f"a frame brings {header.descriptors} descriptors; {self.most_descriptors} may be",
             )
         if len(descriptors) != header.descriptors:
             raise ProtocolError(
-                "descriptors",
+                "files",
                 f"a frame came with {len(descriptors)} descriptors and says {header.descriptors}",
             )
         with self._grants:

@@ -147,7 +147,7 @@ class Header:
                 f"payload; {limits.body} and {limits.payload} are the most here",
             )
         if self.descriptors > MOST_DESCRIPTORS:
-            raise ProtocolError("descriptors", f"a frame announces {self.descriptors} descriptors")
+            raise ProtocolError("files", f"a frame announces {self.descriptors} descriptors")
         if self.kind < FIRST_MESSAGE_KIND:
             self._check_control()
 

@@ -44,15 +44,16 @@ Part: TypeAlias = Literal["calls", "bytes"]
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Number: TypeAlias = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
-Name: TypeAlias = Annotated[str, Meta(max_length=256)]
-Reason: TypeAlias = Annotated[str, Meta(max_length=4096)]
+_PRINTABLE: Final = r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z"
+"""Texts go into logs and onto terminals: no control characters, no line breaks."""
+
+Name: TypeAlias = Annotated[str, Meta(max_length=256, pattern=_PRINTABLE)]
+Reason: TypeAlias = Annotated[str, Meta(max_length=4096, pattern=_PRINTABLE)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e9)]
 Digest: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 Numbers: TypeAlias = Annotated[bytes, Meta(max_length=8 * MAX_ENTRIES)]
 Keys: TypeAlias = Annotated[bytes, Meta(max_length=KEY_BYTES * MAX_ENTRIES)]
-Fields: TypeAlias = Annotated[
-    dict[Name, Annotated[str, Meta(max_length=4096)] | Number], Meta(max_length=256)
-]
+Fields: TypeAlias = Annotated[dict[Name, Reason | Number], Meta(max_length=256)]
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -169,16 +170,36 @@ class Bound(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """Find the longest prefix of ``keys`` that is stored; answered by :class:`Slots`."""
+    """Find the longest prefix of ``keys`` that is stored; answered by :class:`Slots`.
+
+    Attributes:
+        keys: Of a request's blocks.
+        chain: Number of the request, if it computes what is missing as soon as nobody else does;
+            0: the answer says nothing of others.
+        take_over: The request computes what is missing in any case.
+    """
 
     keys: Keys
+    chain: Count = 0
+    take_over: bool = False
 
 
 class Slots(Message, frozen=True):
-    """Slots of a prefix, and their epochs."""
+    """Slots of a prefix, and their epochs.
+
+    ``expected``: so many of the blocks behind it are being computed by other requests, of any
+    engine. 0: from now on the chain that has asked is taken to compute what is missing.
+    """
 
     slots: Numbers
     epochs: Numbers
+    expected: Count = 0
+
+
+class Leave(Message, frozen=True):
+    """The request with this number computes nothing more. No answer."""
+
+    chain: Count
 
 
 class Last(Message, frozen=True):
@@ -463,6 +484,7 @@ KINDS: Final[dict[int, type[Message]]] = {
     32: ForgetAll,
     33: AskGauges,
     34: Gauges,
+    35: Leave,
     40: TellWeights,
     41: Region,
     42: Save,

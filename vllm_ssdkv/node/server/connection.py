@@ -77,6 +77,7 @@ class Connection:
     def __init__(self, channel: Channel, state: NodeState):
         self._channel, self._state = channel, state
         self._session: Session | None = None
+        self._link: WorkerLink | None = None
         self._for_bytes = False
 
     def serve(self) -> None:
@@ -85,10 +86,7 @@ class Connection:
         try:
             channel.handshake(HELLO_S)
             session = self._session = self._greet()
-            try:
-                self._go_on(session)
-            finally:
-                self._leave(session)
+            self._go_on(session)
         except ProtocolError as error:
             cause = "refused"
             self._refuse(error.cause, str(error))
@@ -103,6 +101,10 @@ class Connection:
             with contextlib.suppress(NodeError):
                 channel.refuse("the node failed; its log says how")
         finally:
+            # Behind the reason: the end of a session ends its connections.
+            if self._session is not None:
+                self._close_link(self._session)
+                self._leave(self._session)
             channel.close()
             if self._session is not None:
                 self._ended(self._session, cause)
@@ -258,18 +260,21 @@ class Connection:
         link = WorkerLink(
             session, store, self._channel, state.counters, config.lease, config.transfer
         )
-        place = (session.run, session.rank)
+        self._link = link
         with state.lock:
-            state.links[place] = link
+            state.links[session.run, session.rank] = link
         self._channel.most_descriptors = 1
         self._channel.start_heartbeat(config.lease / BEATS)
-        try:
-            link.serve(self._count_call)
-        finally:
-            with state.lock:
-                if state.links.get(place) is link:
-                    del state.links[place]
-            link.close()
+        link.serve(self._count_call)
+
+    def _close_link(self, session: Session) -> None:
+        link, state, place = self._link, self._state, (session.run, session.rank)
+        if link is None:
+            return
+        with state.lock:
+            if state.links.get(place) is link:
+                del state.links[place]
+        link.close()
 
     def _count_call(self, name: str) -> None:
         if name in CALLS:

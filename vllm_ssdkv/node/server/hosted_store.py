@@ -26,6 +26,7 @@ from vllm_ssdkv.node.protocol.messages import (
     TAKEN,
     StoreSpec,
 )
+from vllm_ssdkv.node.server.chains import ChainTable
 from vllm_ssdkv.node.server.claims import Claim, ClaimTable
 from vllm_ssdkv.node.server.hosted_rank import HostedRank, RankResults
 from vllm_ssdkv.node.server.leases import Lease, pairs_of
@@ -88,7 +89,7 @@ class HostedStore:
         self.counters: Counters = place.counters
         self.path = str(place.state)
         self._lock = threading.RLock()
-        self._claims = ClaimTable()
+        self._claims, self._chains = ClaimTable(), ChainTable()
         self._weights: dict[str, list[bytes]] = {}
         self._told_weights = threading.Condition(self._lock)
         self._gauges_due = 0.0
@@ -153,6 +154,30 @@ class HostedStore:
             slots = self._index.lookup(keys)
             return slots, self._index.epochs(slots)
 
+    def lookup_chain(
+        self, lease: Lease, chain: int, keys: Sequence[bytes], *, take_over: bool
+    ) -> tuple[I64, I64, int]:
+        """As :meth:`lookup`, and how many of the keys behind it others are computing.
+
+        0: the request with this number is taken to compute them from now on, as it is with
+        ``take_over``.
+        """
+        with self._lock:  # at one time: a block may be published meanwhile
+            slots, epochs = self.lookup(keys)
+            missing, now = keys[len(slots) :], time.monotonic()
+            if not take_over:
+                claimed = self._claims.has_key
+                others = self._chains.expected(missing, lease, chain, claimed, now)
+                if others:
+                    return slots, epochs, others
+            self._chains.begin(lease, chain, missing, now)
+            return slots, epochs, 0
+
+    def leave(self, lease: Lease, chain: int) -> None:
+        """A request computes nothing more."""
+        with self._lock:
+            self._chains.leave(lease, chain)
+
     def last(self, keys: Sequence[bytes], first: int, end: int, tags: Sequence[int]) -> int:
         """As :meth:`SlotIndex.last`; ``keys`` begin with that of number ``first``."""
         with self._lock:
@@ -172,7 +197,9 @@ class HostedStore:
             if first:
                 self._policy.record_access(keys)
             admitted = self._policy.admitted(keys).tolist()
+            now = time.monotonic()
             for i, key in enumerate(keys):
+                self._chains.claimed(key, now)
                 slots[i] = found = self._claim(lease, key, admitted=admitted[i])
                 if found >= 0:
                     epochs[i] = self._index.epoch(found)
@@ -215,6 +242,7 @@ class HostedStore:
     def end(self, lease: Lease) -> int:
         """The session of a lease is over: undo all of its pins; how many there were."""
         with self._lock:
+            self._chains.end(lease)
             left = lease.take_all()
             lease.add(left)
             self._unpin(lease, left)
@@ -320,12 +348,13 @@ class HostedStore:
         claims = self._begin_save(run, rank, pairs_of(slots, epochs), keys)
         taken: list[int] = []
         try:
+            wanted = [i for i, claim in enumerate(claims) if claim is not None]
             with host.saving:
-                wanted = [i for i, claim in enumerate(claims) if claim is not None]
                 frames = host.store.reserve_frames(slots[wanted], wait=False)
-                places = np.array(wanted[: len(frames)], dtype=np.int64)
-                fill(host, places, frames)
-                taken = places.tolist()
+            places = np.array(wanted[: len(frames)], dtype=np.int64)
+            # Without a lock: the bytes may come from a client that stands still.
+            fill(host, places, frames)
+            taken = places.tolist()
         finally:
             self._end_save(host, claims, set(taken))
         self.counters.add("stores_skipped", len(wanted) - len(taken), cause="write_buffer")

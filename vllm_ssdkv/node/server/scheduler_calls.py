@@ -18,6 +18,7 @@ from vllm_ssdkv.node.protocol.messages import (
     ForgetAll,
     Gauges,
     Last,
+    Leave,
     Lookup,
     Message,
     Pin,
@@ -45,6 +46,7 @@ class SessionCalls:
         of_scheduler: dict[type[Message], Callable[..., Message | None]] = {
             Bind: self._bind,
             Lookup: self._lookup,
+            Leave: self._leave,
             Last: self._last,
             Claim: self._claim,
             Touch: self._touch,
@@ -85,12 +87,21 @@ class SessionCalls:
         return Bound(self._store.weights(self._session.run, patience_s))
 
     def _lookup(self, message: Lookup) -> Message:
-        slots, epochs = self._store.lookup(unpack_keys(message.keys))
-        return Slots(pack(slots), pack(epochs))
+        keys, expected = unpack_keys(message.keys), 0
+        if message.chain:
+            slots, epochs, expected = self._store.lookup_chain(
+                self._lease, message.chain, keys, take_over=message.take_over
+            )
+        else:
+            slots, epochs = self._store.lookup(keys)
+        return Slots(pack(slots), pack(epochs), expected)
+
+    def _leave(self, message: Leave) -> None:
+        self._store.leave(self._lease, message.chain)
 
     def _last(self, message: Last) -> Message:
         keys = unpack_keys(message.keys)
-        if message.end - message.first > len(keys):
+        if not 0 <= message.end - message.first <= len(keys):
             raise ValueError(f"{len(keys)} keys for {message.first} to {message.end}")
         return Position(self._store.last(keys, message.first, message.end, message.tags))
 

@@ -43,6 +43,9 @@ from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
 
 logger = logging.getLogger(__name__)
 
+MOST_LOADS = 4096
+"""Loads of one worker that have not ended; an engine has as many as it has requests."""
+
 PART_BYTES = 16 * MIB
 """Bytes of frames in one message over TCP, at most, unless one frame is larger."""
 
@@ -219,6 +222,8 @@ class WorkerLink:
         _check_lengths(slots, epochs, np.zeros(len(keys)))
         if len(blocks) > len(slots) or message.chain > len(slots):
             raise ProtocolError("body", "a load names more blocks than slots")
+        if len(self._loads) >= MOST_LOADS:
+            raise ProtocolError("limit", f"more than {MOST_LOADS} loads wait for their turn")
         wrong = self._store.begin_load(slots, epochs, keys) if len(slots) else slots
         if len(wrong) or not len(slots):
             ended = LoadEnded(not len(wrong), pack(slots[wrong]), pack(epochs[wrong]))

@@ -137,6 +137,13 @@ class SlotIndex:
         """
         return self._table.lookup(keys if isinstance(keys, list) else list(keys))
 
+    def awaits(self, name: str, keys: Sequence[bytes], seconds: float | None) -> bool:
+        """False: the index is one engine's, whose own requests find each other's blocks in HBM."""
+        return False
+
+    def computes_no_more(self, name: str) -> None:
+        """Nothing: see :meth:`awaits`."""
+
     def last(self, keys: Sequence[bytes], first: int, end: int, tags: Sequence[int]) -> int:
         """The last n of ``first`` < n <= ``end`` for which key n - 1 is ready with each of ``tags``
         exclusive-or'd into its last byte; else ``first``.
