@@ -64,7 +64,7 @@ class PooledNode(OptionModel):
 
 
 class KubernetesPool(OptionModel):
-    """Where the manifests are, and which cluster gets them."""
+    """Manifests of a pool, and the cluster that gets them."""
 
     manifests: Annotated[
         PathText,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,41 @@ def test_a_host_is_asked_by_ssh_for_its_own_node(tmp_path: Path) -> None:
     (node,) = sent.nodes
     assert (node.name, node.host) == ("a", "local")
     assert sent.options_of(node)["dram_gib"] == 2
+
+
+@pytest.mark.slow
+def test_nodes_of_other_hosts_come_and_go(tmp_path: Path) -> None:
+    """Real nodes; in place of ssh a shell of this machine, as another machine's would be."""
+    ssh = command(tmp_path, "ssh", 'shift; exec sh -c "$*"')
+    with tempfile.TemporaryDirectory(prefix="pool-") as folder:
+        content = hosts(
+            Path(folder),
+            ssh=[str(ssh)],
+            program=str(Path(sys.executable).with_name("ssdkv")),
+            options={"dram_gib": 0.1},
+        )
+        (first,) = content["nodes"]
+        listen = {"listen": [f"unix://{folder}/b.sock"], "devices": [f"{folder}/b"]}
+        content["nodes"] = [
+            {**first, "host": "10.0.0.1"},
+            {"name": "b", "host": "10.0.0.2", "options": listen},
+        ]
+        Path(folder, "b").mkdir()
+        try:
+            result = pool("up", content)
+            assert result.exit_code == 0, result.output
+            assert [line.split()[:3] for line in result.stdout.splitlines()] == [
+                ["a", "10.0.0.1", "serves"],
+                ["b", "10.0.0.2", "serves"],
+            ]
+            assert pool("status", content).exit_code == 0
+            assert pool("drain", content, "b").exit_code == 0
+            result = pool("status", content)
+            assert result.exit_code == 1
+            assert [line.split()[2] for line in result.stdout.splitlines()] == ["serves", "stopped"]
+        finally:
+            result = pool("down", content)
+        assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize(
