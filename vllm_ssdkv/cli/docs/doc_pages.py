@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from vllm_ssdkv.base.metric import Metric
 from vllm_ssdkv.base.metrics import BATCH_METRICS, METRICS
+from vllm_ssdkv.base.metrics_node_server import NODE_SERVER_METRICS
 from vllm_ssdkv.base.wait_reason import WaitReason
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.schema import walk
@@ -61,6 +62,14 @@ _BATCH_METRICS_INTRO: Final = """\
 
 These are counted in the API server and have no labels but those named. They appear when the plugin
 `ssdkv_batch` is loaded ([batch.md](batch.md)).
+"""
+
+
+_NODE_METRICS_INTRO: Final = """\
+## Nodes
+
+A node ([nodes.md](nodes.md)) shows these on a port of its own, and those above of its stores, with
+the labels `model_name` and `store` beside those named there.
 """
 
 
@@ -150,7 +159,9 @@ def metrics_page() -> str:
         f"{of_batches}, and never\nmore: no label's values come from requests."
     )
     batch_head, batch_rows = head[:-1], [row[:-1] for row in _metric_rows(BATCH_METRICS)]
+    node_rows = [row[:-1] for row in _metric_rows(NODE_SERVER_METRICS)]
     return (
         f"{NOTICE}\n\n{_METRICS_INTRO}\n{bounded}\n\n{table(head, _metric_rows(METRICS))}\n\n"
-        f"{_BATCH_METRICS_INTRO}\n{table(batch_head, batch_rows)}\n"
+        f"{_BATCH_METRICS_INTRO}\n{table(batch_head, batch_rows)}\n\n"
+        f"{_NODE_METRICS_INTRO}\n{table(batch_head, node_rows)}\n"
     )

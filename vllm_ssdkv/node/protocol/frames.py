@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import struct
 from dataclasses import dataclass
+from typing import Final
 
 from vllm_ssdkv.base.errors import ProtocolError
 
@@ -27,20 +28,21 @@ MOST_DESCRIPTORS = 4
 """File descriptors of one frame."""
 
 
-class Flag(enum.IntFlag):
-    """Flags of a frame; other bits are refused.
+class Flag:
+    """Flags of a frame; other bits are refused. Plain numbers: those of ``enum`` cost as much as
+    the rest of a header.
 
     Attributes:
         ANSWER: Answers the call of the same id.
         ERROR: This answer is a refusal of that call alone; its body is the reason.
     """
 
-    NONE = 0
-    ANSWER = 1
-    ERROR = 2
+    NONE: Final = 0
+    ANSWER: Final = 1
+    ERROR: Final = 2
 
 
-KNOWN_FLAGS = 3
+_KNOWN_FLAGS = Flag.ANSWER | Flag.ERROR
 
 
 class Control(enum.IntEnum):
@@ -76,7 +78,7 @@ HELLO_LIMITS = FrameLimits(body=64 << 10, payload=0)
 DEFAULT_LIMITS = FrameLimits(body=16 << 20, payload=1 << 30)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Header:
     """Header of one frame.
 
@@ -126,7 +128,7 @@ class Header:
             )
         if magic != MAGIC:
             raise ProtocolError("magic", f"a frame begins with {magic!r}, not with {MAGIC!r}")
-        if flags & ~KNOWN_FLAGS or (flags & Flag.ERROR and not flags & Flag.ANSWER):
+        if flags & ~_KNOWN_FLAGS or (flags & Flag.ERROR and not flags & Flag.ANSWER):
             raise ProtocolError("flags", f"a frame has flags {flags:#x}, which mean nothing")
         return cls(kind, version, flags, descriptors, *numbers)
 

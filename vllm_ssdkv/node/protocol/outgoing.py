@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from vllm_ssdkv.base.errors import NodeError, NodeGoneError
 from vllm_ssdkv.node.protocol.frames import VERSIONS, Control, Header
@@ -68,8 +67,8 @@ class Outgoing:
     ) -> None:
         if self._broken:
             raise NodeGoneError(f"the connection to {self._peer} has ended")
-        numbered = replace(header, version=self.version, sequence=self._sequence)
-        parts = [memoryview(numbered.pack()), *(view for view in views if view.nbytes)]
+        header.version, header.sequence = self.version, self._sequence
+        parts = [memoryview(header.pack()), *(view for view in views if view.nbytes)]
         first, moved_at = 0, time.monotonic()
         while first < len(parts):
             try:

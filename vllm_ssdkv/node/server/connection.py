@@ -190,6 +190,7 @@ class Connection:
             session = state.sessions.get(hello.session)
             fits = (
                 session is not None
+                and not session.ended
                 and session.role == hello.role == "worker"
                 and (session.run, session.rank) == (hello.run, hello.rank)
                 and hello.part == "bytes"
@@ -284,9 +285,10 @@ class Connection:
 
     def _leave(self, session: Session) -> None:
         """This connection is over, and with it the session."""
-        session.end()
         state = self._state
         with state.lock:
+            # Nobody joins it from here on, and who has just done so ends, too.
+            session.end()
             if self._channel in session.channels:
                 session.channels.remove(self._channel)
             last = not session.channels and state.sessions.pop(session.name, None) is not None
