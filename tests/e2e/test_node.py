@@ -77,6 +77,16 @@ def other(
         yield other
 
 
+def reconnected(engine: Engine) -> None:
+    """Wait until an engine in this process uses the node again. It is told by steps."""
+
+    def connected() -> bool:
+        engine.answers([[1] * 8], 1)
+        return engine.ssdkv("node_connected") == 1
+
+    assert eventually(connected)
+
+
 def tokens(stock: Stock, batch: list[Tokens]) -> list[tuple[int, ...]]:
     """Answers of stock vLLM."""
     return [answer.tokens for answer in stock.answers("llama", batch)]
@@ -166,7 +176,7 @@ def test_engines_survive_the_node_and_it_survives_them(
     assert check(engine, stock, SHORT) == [0] * len(SHORT)
     assert [got for got, _ in other.result()] == tokens(stock, LONG)
     node.start()
-    assert eventually(lambda: engine.ssdkv("node_connected") == 1)
+    reconnected(engine)
     assert eventually(lambda: other.metric("node_connected") == 1)
     assert check(engine, stock, SHORT) == full_hits(SHORT)
     assert other.answers(SHORT) == list(zip(tokens(stock, SHORT), full_hits(SHORT), strict=True))
@@ -183,7 +193,7 @@ def test_a_node_that_stands_still_costs_a_deadline(
         assert time.monotonic() - began < 60
     finally:
         node.signal(signal.SIGCONT)
-    assert eventually(lambda: engine.ssdkv("node_connected") == 1)
+    reconnected(engine)
     assert eventually(lambda: check(engine, stock, SHORT) == full_hits(SHORT))
 
 
@@ -194,7 +204,7 @@ def test_a_node_that_is_told_to_end_writes_everything_first(
     assert node.end() == 0
     assert check(engine, stock, SHORT[:1]) == [0]
     node.start()
-    assert eventually(lambda: engine.ssdkv("node_connected") == 1)
+    reconnected(engine)
     assert check(engine, stock, NEWS) == full_hits(NEWS)
 
 

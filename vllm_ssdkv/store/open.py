@@ -448,7 +448,7 @@ def open_rank(
 
 
 def _sparse_memory(config: SSDKVConfig, manifest: Manifest, contexts: int | None) -> SparseMemory:
-    """What requests that choose need of DRAM."""
+    """Needs of requests that choose, in DRAM."""
     sparse = config.sparse
     return SparseMemory(
         config.page_tokens,

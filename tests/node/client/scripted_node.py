@@ -62,6 +62,7 @@ class ScriptedNode:
         self.version = VERSIONS[-1]
         self.beat_s = 0.2
         self.beats = True
+        self.encrypted = False
         self.slots = SLOTS
         self.connections: list[Connection] = []
         self.told: list[Message] = []
@@ -118,6 +119,7 @@ class ScriptedNode:
             10.0,
             self.beat_s,
             self.slots,
+            encrypted=self.encrypted,
             frames=FRAMES,
             frame_bytes=FRAME,
             arena_bytes=FRAME * FRAMES,

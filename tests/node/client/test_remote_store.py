@@ -306,6 +306,21 @@ def test_a_node_that_stalls_is_given_up(node: ScriptedNode, script: Script, beat
     engine.store.close()
 
 
+def test_a_node_with_other_frames_is_not_used(engine: Engine, node: ScriptedNode) -> None:
+    """As of a store that is encrypted by now: blocks would lie elsewhere in them."""
+    node.kill()
+    node.encrypted = True
+    node.start()
+    until(lambda: engine.counters.total("node_sessions_lost") == 1)
+    time.sleep(1.0)
+    engine.store.take_write_results()
+    assert engine.save(1) == []
+    engine.load(3)
+    assert not engine.outcome().complete
+    node.encrypted = False
+    until(lambda: engine.store.take_write_results() == ([], []) and engine.save(2) == [2])
+
+
 def test_the_end_waits_for_what_was_flushed(engine: Engine, script: Script) -> None:
     engine.save(1, 2, 3)
     engine.store.close()

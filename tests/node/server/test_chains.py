@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from vllm_ssdkv.node.server import chains
 from vllm_ssdkv.node.server.chains import CHAIN_S, MOST_CHAINS, ChainTable
 
 A, B = "engine a", "engine b"
@@ -67,3 +70,12 @@ def test_owners_have_a_limit() -> None:
     for number in range(MOST_CHAINS + 5):
         table.begin(A, number, [number.to_bytes(32, "big")], 0.0)
     assert len(table) == MOST_CHAINS
+
+
+def test_so_do_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chains, "MOST_KEYS", 4)
+    table = ChainTable()
+    table.begin(A, 1, KEYS[:3], 0.0)
+    table.begin(A, 2, KEYS[3:5], 0.0)
+    assert table.expected(KEYS, B, 1, nobody, 0.0) == 0
+    assert table.expected(KEYS[3:], B, 1, nobody, 0.0) == 2

@@ -8,9 +8,16 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from vllm_ssdkv.base.errors import NodeError, NodeGoneError, SSDKVError, StoreError
+from vllm_ssdkv.base.errors import (
+    NodeError,
+    NodeGoneError,
+    NodeRefusedError,
+    SSDKVError,
+    StoreError,
+)
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.node.client.session import Peer, Session
+from vllm_ssdkv.node.protocol.messages import Welcome
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +70,7 @@ class NodeLink:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ssdkv-node-link", daemon=True)
         self._refusal = ""
+        self._shape: tuple[int, bool, bytes] | None = None
 
     @property
     def session(self) -> Session | None:
@@ -95,17 +103,28 @@ class NodeLink:
 
     def _open(self, timeout: float) -> Session:
         session = Session.open(self.peer, with_bytes=self._with_bytes, timeout=timeout)
-        if self._opened is not None:
-            try:
+        try:
+            self._check(session.welcome)
+            if self._opened is not None:
                 self._opened(session)
-            except BaseException:
-                session.close()
-                raise
+        except BaseException:
+            session.close()
+            raise
         if self._session is not None and not self._with_bytes:
             self._session.close()
         self._session = session
         self._counters.set("node_connected", 1.0)
         return session
+
+    def _check(self, welcome: Welcome) -> None:
+        """Refuse a store whose blocks lie otherwise, or have other names, than at the start."""
+        shape = (welcome.frame_bytes, welcome.encrypted, bytes(welcome.name_key))
+        if self._shape not in (None, shape):
+            raise NodeRefusedError(
+                f"the store of the node {self.peer.address} is another one than when this engine "
+                "started: start the engine again"
+            )
+        self._shape = shape
 
     def _run(self) -> None:
         while not self._stopping.wait(_LOOK_S):

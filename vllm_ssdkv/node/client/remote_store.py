@@ -448,13 +448,16 @@ class RemoteStore:
 
     def take_load_outcomes(self, patience_s: float = 0.0) -> list[LoadOutcome]:
         """Loads that ended since the last call; waits so long for the first one, if any is under
-        way. A node that lets one stand still for the deadline counts as gone."""
+        way. A node that lets one stand still for the deadline counts as gone. Where nothing is
+        under way, the step has nothing to do, and its core is free for so long."""
         memory = self._memory
         since = time.monotonic() - self._deadline_s
         if memory is not None and memory.usable and memory.stood_still(since):
             logger.error("ssdkv: the node did nothing for %g s", self._deadline_s)
             self._counters.add("node_call_failures", 1)
             memory.session.end()
+        if patience_s > 0 and not self._under_way:
+            time.sleep(patience_s)  # who computes for requests that wait may need the core
         outcomes: list[LoadOutcome] = []
         while len(outcomes) < self._under_way:
             try:

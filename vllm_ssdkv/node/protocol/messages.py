@@ -453,7 +453,7 @@ class SessionStatus(Message, frozen=True):
 
 
 class Status(Message, frozen=True):
-    """What a node has, and who is connected."""
+    """Stores of a node, and its sessions."""
 
     version: Name
     protocol: Count

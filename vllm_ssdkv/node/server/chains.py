@@ -14,7 +14,9 @@ CHAIN_S: Final = 10.0
 """A chain of which nothing was claimed for so long counts as given up."""
 
 MOST_CHAINS: Final = 4096
-"""Chains of one owner, at most; the oldest goes."""
+MOST_KEYS: Final = 1 << 18
+"""Chains of one owner, and keys of all of them, at most; the oldest chain goes. These are the keys
+of 4 million tokens in blocks of 16."""
 
 
 class Chain:
@@ -57,7 +59,7 @@ class ChainTable:
         claimed: Callable[[bytes], bool],
         now: float,
     ) -> int:
-        """How many of ``keys``, from the first on, others than this request are computing.
+        """Number of ``keys``, from the first on, that others than this request are computing.
 
         ``claimed``: whether a block with this key is being stored.
         """
@@ -84,7 +86,7 @@ class ChainTable:
             chain.keys.add(key)
         chains = self._by_owner.setdefault(owner, {})
         chains[number] = chain
-        if len(chains) > MOST_CHAINS:
+        while len(chains) > MOST_CHAINS or sum(len(c.keys) for c in chains.values()) > MOST_KEYS:
             self.leave(owner, next(iter(chains)))
 
     def claimed(self, key: bytes, now: float) -> None:

@@ -39,7 +39,7 @@ BEATS = 3
 
 @dataclass(slots=True)
 class NodeState:
-    """What all connections of a node share.
+    """State that all connections of a node share.
 
     Attributes:
         config: Options of the node.

@@ -90,7 +90,7 @@ class Node:
 
     @property
     def addresses(self) -> list[Address]:
-        """Where it listens, with the ports that were chosen for port 0."""
+        """Addresses at which it listens, with the ports that were chosen for port 0."""
         return [listener.address for listener in self._listeners]
 
     def start(self) -> None:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class RankResults:
-    """What a rank's threads have finished. Pairs are (slot, epoch)."""
+    """Ended work of a rank's threads. Pairs are (slot, epoch)."""
 
     written: list[tuple[int, int]] = field(default_factory=list)
     failed: list[tuple[int, int]] = field(default_factory=list)
@@ -135,7 +135,7 @@ class HostedRank:
             self.counters.set("store_bytes", float(state.stored_bytes), device=path)
 
     def change_placement(self, segments: Sequence[Segment]) -> None:
-        """Where slots that are allocated from now on lie, and all others."""
+        """Places of slots from now on."""
         self._opened.files.placement.change(segments)
 
     def _run(self, told: Callable[[int, RankResults], None]) -> None:

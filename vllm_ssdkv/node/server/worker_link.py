@@ -35,6 +35,7 @@ from vllm_ssdkv.node.protocol.messages import (
     unpack_keys,
 )
 from vllm_ssdkv.node.protocol.shared_memory import map_shared
+from vllm_ssdkv.node.server.dram_loads import DramLoads
 from vllm_ssdkv.node.server.hosted_rank import HostedRank
 from vllm_ssdkv.node.server.hosted_store import HostedStore
 from vllm_ssdkv.node.server.session import Session
@@ -89,6 +90,7 @@ class WorkerLink:
         self._copied = 0
         """Parts of the first load that were sent, and that the worker has copied."""
         self._over = False
+        self._at_hand = DramLoads(self._host, store.spec.block_tokens)
         self._loader = self._host.store.open_loader(self._arrived, self._load_ended)
         self._teller = threading.Thread(target=self._tell, name="ssdkv-node-teller", daemon=True)
         self._teller.start()
@@ -126,10 +128,7 @@ class WorkerLink:
         elif isinstance(message, Load):
             self._load(message, frame.call_id)
         elif isinstance(message, Copied):
-            with self._wake:
-                if self._loads and self._loads[0][0] == frame.call_id:
-                    self._copied = max(self._copied, message.part + 1)
-                    self._wake.notify_all()
+            self._was_copied(message, frame.call_id)
         elif isinstance(message, Discard):
             slots, epochs = unpack(message.slots), unpack(message.epochs)
             _check_lengths(slots, epochs)
@@ -239,9 +238,36 @@ class WorkerLink:
             message.behind,
             message.compared,
         )
+        if self._channel.is_unix and not self._loads and (blocks != 0).any():
+            frames = self._at_hand.begin(call_id, job)
+            if frames is not None:
+                self._tell_at_hand(frames, job, call_id)
+                return
         with self._wake:
             self._loads.append((call_id, job))
         self._loader.load(job)
+
+    def _tell_at_hand(self, frames: NDArray[np.int32], job: LoadJob, call_id: int) -> None:
+        """Tell where all blocks of a load are."""
+        wanted = job.block_ids != 0
+        frames = frames[job.first_in_hbm :][wanted]
+        places = self._host.store.frames.buffer_offset(frames).astype(np.int64)
+        message = Arrived(0, pack(job.block_ids[wanted]), pack(places))
+        self._channel.send(message, call_id=call_id, timeout=self._lease_s)
+        self._counters.add("node_bytes", len(frames) * self._frame_bytes, direction="loaded")
+
+    def _was_copied(self, message: Copied, call_id: int) -> None:
+        """A worker has copied what had arrived."""
+        found = self._at_hand.end(call_id)
+        if found is not None:
+            job, outcome = found
+            self._store.end_load(job.slots, ())
+            self._send_end(outcome, call_id)
+            return
+        with self._wake:
+            if self._loads and self._loads[0][0] == call_id:
+                self._copied = max(self._copied, message.part + 1)
+                self._wake.notify_all()
 
     def _arrived(self, frames: NDArray[np.int32], blocks: NDArray[np.int64]) -> None:
         """Tell of frames of the first load, and wait until the worker has copied them. In the
@@ -296,6 +322,13 @@ class WorkerLink:
         self._store.end_load(job.slots, outcome.bad)
         if over:
             return
+        try:
+            self._send_end(outcome, call_id)
+        except NodeError:
+            self._session.end()
+
+    def _send_end(self, outcome: LoadOutcome, call_id: int) -> None:
+        """Tell the end of a load."""
         copied = outcome.copy is not None and outcome.complete
         bad = np.array(outcome.bad, dtype=np.int64).reshape(-1, 2)
         message = LoadEnded(
@@ -312,10 +345,7 @@ class WorkerLink:
             copied,
         )
         payload = [] if outcome.copy is None or not copied else [outcome.copy[2].data]
-        try:
-            self._channel.send(message, payload, call_id=call_id, timeout=self._lease_s)
-        except NodeError:
-            self._session.end()
+        self._channel.send(message, payload, call_id=call_id, timeout=self._lease_s)
 
     # ---- the end ----
 
@@ -330,6 +360,8 @@ class WorkerLink:
         if not self._host.store.close_loader(self._loader, deadline_s):
             logger.warning("ssdkv node: a read for %s does not end", self._session.peer)
         self._teller.join(deadline_s)
+        for job in self._at_hand.close():
+            self._store.end_load(job.slots, ())
         for _, job in self._loads:  # which the loader did not begin any more
             self._store.end_load(job.slots, ())
         self._loads.clear()
