@@ -20,6 +20,8 @@ from vllm_ssdkv.config.pool import PoolConfig
 STAND_IN = (sys.executable, "-P", str(Path(__file__).with_name("stand_in.py")))
 PATIENCE_S = 60.0
 
+pytestmark = pytest.mark.slow
+
 
 def pool_in(folder: Path, **options: object) -> PoolConfig:
     return PoolConfig.from_options(
