@@ -127,6 +127,10 @@ class Engine:
         self.index.close()
 
 
+def unknown() -> None:
+    return None
+
+
 def until(true: Callable[[], object]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not true():
@@ -208,15 +212,15 @@ def test_a_stale_slot_is_not_loaded(engines: Callable[..., Engine]) -> None:
 def test_a_request_waits_for_another_engines_and_is_served(engines: Callable[..., Engine]) -> None:
     first, second = engines(), engines()
     keys = new_keys(6)
-    assert not first.index.awaits("a", keys, None), "nobody computes them"
-    assert second.index.awaits("b", keys, None)
+    assert not first.index.awaits("a", keys, unknown), "nobody computes them"
+    assert second.index.awaits("b", keys, unknown)
     for begin in (0, 2, 4):  # chunks of a prompt
         part = keys[begin : begin + 2]
         slots = first.claim(part)
         time.sleep(0.02)
-        assert second.index.awaits("b", keys, None), "saved by nobody yet"
+        assert second.index.awaits("b", keys, unknown), "saved by nobody yet"
         first.save(slots, part)
-    until(lambda: not second.index.awaits("b", keys, None))
+    until(lambda: not second.index.awaits("b", keys, unknown))
     assert second.find(keys) == 6
     assert second.counters.total("prefix_waits", end="served") == 1
 
@@ -227,18 +231,18 @@ def test_a_request_takes_over_from_another_engines(
 ) -> None:
     first, second, third = engines(), engines(), engines()
     keys = new_keys(6)
-    assert not first.index.awaits("a", keys, None)
+    assert not first.index.awaits("a", keys, unknown)
     first.save(first.claim(keys[:2]), keys[:2])
-    assert second.index.awaits("b", keys, None)
+    assert second.index.awaits("b", keys, unknown)
     if how == "dies":
         first.die()
     else:
         first.index.computes_no_more("a")
-    until(lambda: not second.index.awaits("b", keys, None))
-    assert third.index.awaits("c", keys, None), "one takes over, not all"
+    until(lambda: not second.index.awaits("b", keys, unknown))
+    assert third.index.awaits("c", keys, unknown), "one takes over, not all"
     assert second.find(keys) == 2
     slots = second.claim(keys[2:])
     assert (slots >= 0).all()
     second.save(slots, keys[2:])
-    until(lambda: not third.index.awaits("c", keys, None))
+    until(lambda: not third.index.awaits("c", keys, unknown))
     assert third.find(keys) == 6

@@ -6,7 +6,7 @@ node. Page mode needs more: the index itself, which :func:`embedded` gives.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +17,8 @@ from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState
 from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 
 I64 = NDArray[np.int64]
+Seconds = Callable[[], float | None]
+"""Expected time of something; None: nobody knows."""
 
 
 class BlockIndex(Protocol):
@@ -40,10 +42,10 @@ class BlockIndex(Protocol):
     def lookup(self, keys: Sequence[bytes]) -> I64:
         """Slots of the longest prefix of ``keys`` that is ready; int64, shape [<= n]."""
 
-    def awaits(self, name: str, keys: Sequence[bytes], seconds: float | None) -> bool:
+    def awaits(self, name: str, keys: Sequence[bytes], seconds: Seconds) -> bool:
         """Check whether a request had better wait: others compute what is missing of its blocks.
 
-        ``seconds``: how long it would compute all of them; None: nobody knows.
+        ``seconds`` says how long it would compute all of them.
         """
 
     def computes_no_more(self, name: str) -> None:

@@ -85,6 +85,10 @@ def index(node: ScriptedNode, counters: Counters) -> Iterator[RemoteIndex]:
     made.close()
 
 
+def unknown() -> None:
+    return None
+
+
 def until(true: Callable[[], object]) -> None:
     deadline = time.monotonic() + 20
     while not true():
@@ -227,18 +231,18 @@ def test_a_request_waits_for_what_others_compute(
         return answer
 
     node.script = busy
-    assert index.awaits("a", KEYS, None)
-    assert index.awaits("a", KEYS, None), "and asks nobody so soon"
+    assert index.awaits("a", KEYS, unknown)
+    assert index.awaits("a", KEYS, unknown), "and asks nobody so soon"
     assert len(of_kind(node, Lookup)) == 1
     others = 0
-    until(lambda: not index.awaits("a", KEYS, None))
+    until(lambda: not index.awaits("a", KEYS, unknown))
     assert counters.total("prefix_waits", end="served") == 1
     asked = len(of_kind(node, Lookup))
     assert index.lookup(KEYS).tolist() == [3, 4]
     assert len(of_kind(node, Lookup)) == asked, "the answer is known"
     others = 3
-    assert index.awaits("b", KEYS, 0.0)
-    until(lambda: not index.awaits("b", KEYS, 0.0))
+    assert index.awaits("b", KEYS, lambda: 0.0)
+    until(lambda: not index.awaits("b", KEYS, lambda: 0.0))
     assert counters.total("prefix_waits", end="taken_over") == 1
     index.computes_no_more("b")
     until(lambda: Leave(2) in node.told)

@@ -300,6 +300,18 @@ def test_another_thread_may_end_every_wait(ends: Ends) -> None:
     assert time.monotonic() < begin + 5
 
 
+def test_who_does_not_receive_may_see_that_the_peer_left(ends: Ends) -> None:
+    """Though bytes of it are still to be received."""
+    assert not ends.node.peer_left
+    ends.engine.send(Done(), timeout=WAIT_S)
+    assert not ends.node.peer_left
+    ends.engine.close()
+    deadline = time.monotonic() + WAIT_S
+    while not ends.node.peer_left:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_an_end_is_told_from_a_refusal(ends: Ends) -> None:
     ends.node.goodbye()
     with pytest.raises(NodeGoneError, match="ended the connection"):

@@ -59,6 +59,9 @@ class Trickle:
             with self._into.changed:
                 self._into.changed.wait_for(lambda: len(self._into.data) > 0, WAIT_S)
 
+    def peer_left(self) -> bool:
+        return False
+
     def shutdown_sending(self) -> None:
         """Nothing is there to end."""
 

@@ -24,6 +24,7 @@ from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.frames import Control, Flag, Header
 from vllm_ssdkv.node.protocol.messages import (
     AskGauges,
+    Bind,
     Claim,
     Claimed,
     Done,
@@ -465,6 +466,18 @@ def test_connections_that_say_nothing_are_ended(node: NodeProcess) -> None:
         for sock in socks:
             while sock.recv(4096):  # the reason, or nothing
                 pass
+
+
+def test_who_goes_while_it_waits_for_weights_is_forgotten(node: NodeProcess) -> None:
+    """An engine that is killed while it starts: its session does not wait on."""
+    with raw(node) as sock:
+        sock.sendall(framed(HELLO, 0) + framed(Bind(500.0), 1, call_id=2))
+        while not any(one.run == "raw" for one in node.status().sessions):
+            time.sleep(0.02)
+    deadline = time.monotonic() + 10
+    while any(one.run == "raw" for one in node.status().sessions):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_a_lease_ends_with_silence(node: NodeProcess) -> None:

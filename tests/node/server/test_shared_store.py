@@ -26,6 +26,7 @@ from vllm_ssdkv.node.protocol.messages import (
     Bound,
     Claim,
     Claimed,
+    Drop,
     Gauges,
     Lookup,
     Pin,
@@ -218,6 +219,27 @@ def test_what_an_engine_has_not_wholly_saved_goes_with_it(
     # Their place and their keys are free again.
     two.store(KEYS[2:5])
     assert len(two.find(KEYS)[0]) == 5
+
+
+def test_blocks_that_are_dropped_on_their_way_are_told_as_failed(tmp_path: Path) -> None:
+    node = start(tmp_path, io={"throttle": [{"latency": 0.4}]})
+    one, two = Halves(node, "one"), Halves(node, "two")
+    slots, epochs = one.claim(KEYS)
+    one.save(0, slots, epochs, KEYS)
+    assert eventually(lambda: one.gauges()["pinned"] == len(KEYS))
+    time.sleep(0.1)
+    two.scheduler.tell(Drop(pack(slots), pack(epochs), "weights"))
+    # The one rank has saved them, the other comes too late.
+    good, bad = one.written(0, len(KEYS))
+    assert sorted(good + bad) == sorted(slots.tolist())
+    assert len(bad) > 0
+    one.save(1, slots, epochs, KEYS)
+    assert one.written(1, len(KEYS)) == ([], sorted(slots.tolist()))
+    one.scheduler.tell(Unpin(pack(slots), pack(epochs)))
+    assert eventually(lambda: two.gauges()["pinned"] == 0)
+    one.close()
+    two.close()
+    assert node.close()
 
 
 def test_an_engine_that_is_silent_loses_its_lease(engines: list[Halves], node: Node) -> None:

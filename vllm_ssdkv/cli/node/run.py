@@ -62,10 +62,9 @@ def run(
     saved is written before the node ends. Exits with 0 then, and with 1 if the node cannot start or
     writes did not end within the option `drain`.
     """
-    logging.basicConfig(format=_FORMAT, level=logging.INFO)
     ending = {signal.SIGTERM, signal.SIGINT}
     # Blocked before there are threads, which inherit it: this one waits for them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, ending)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ending)
     try:
         given = {} if config is None else options_in(config)
         flags = {
@@ -78,8 +77,10 @@ def run(
         given |= {name: value for name, value in flags.items() if value is not None}
         node = Node(NodeConfig.from_options(given, "options of the node"))
     except SSDKVError as error:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
+    logging.basicConfig(format=_FORMAT, level=logging.INFO)
     node.start()
     signal.sigwait(ending)
     if not node.close():

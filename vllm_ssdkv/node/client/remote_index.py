@@ -41,6 +41,7 @@ from vllm_ssdkv.node.protocol.messages import (
     pack_keys,
     unpack,
 )
+from vllm_ssdkv.store.block_index import Seconds
 from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.index.slot_index import FULL, SlotState
 
@@ -195,18 +196,18 @@ class RemoteIndex:
                 break
         return np.concatenate(found)
 
-    def awaits(self, name: str, keys: Sequence[bytes], seconds: float | None) -> bool:
+    def awaits(self, name: str, keys: Sequence[bytes], seconds: Seconds) -> bool:
         """Check whether a request had better wait: others compute what is missing of its blocks.
 
         Args:
             name: Of the request.
             keys: Of its blocks that are not in HBM.
-            seconds: How long it would compute all of them; None: nobody knows.
+            seconds: Says how long it would compute all of them.
         """
         chain = self._chains.of(name)
         if not self._chains.asks_again(chain):
             return True
-        over = self._chains.overdue(chain, seconds)
+        over = chain.begun is not None and self._chains.overdue(chain, seconds())
         part = keys[:MAX_ENTRIES]
         told = self._call(Lookup(pack_keys(part), chain.number, over), Slots)
         if told is not None:

@@ -347,6 +347,11 @@ class Channel:
             self._granted += nbytes
         self._with_pulse().grant(nbytes)
 
+    @property
+    def peer_left(self) -> bool:
+        """Check whether the peer has ended the connection, for a thread that does not receive now."""
+        return self._stream.peer_left()
+
     def start_heartbeat(self, interval_s: float) -> None:
         """Send a heartbeat whenever nothing was sent for ``interval_s`` seconds.
 

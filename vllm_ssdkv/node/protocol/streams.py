@@ -50,6 +50,11 @@ class Stream(Protocol):
         """
         ...
 
+    def peer_left(self) -> bool:
+        """Check whether the other side has ended the connection, however much is unread. Never
+        blocks."""
+        ...
+
     def shutdown_sending(self) -> None: ...
 
     def abort(self) -> None:
@@ -117,6 +122,9 @@ class PlainStream:
 
     def wait(self, blocked: WouldBlockError, *, sending: bool, deadline: float) -> None:
         self._waits.wait(blocked.event, sending=sending, deadline=deadline)
+
+    def peer_left(self) -> bool:
+        return self._waits.peer_left()
 
     def shutdown_sending(self) -> None:
         with contextlib.suppress(OSError):
@@ -197,6 +205,9 @@ class TlsStream:
     def wait(self, blocked: WouldBlockError, *, sending: bool, deadline: float) -> None:
         self._waits.wait(blocked.event, sending=sending, deadline=deadline)
 
+    def peer_left(self) -> bool:
+        return self._waits.peer_left()
+
     def shutdown_sending(self) -> None:
         """Nothing: half of a TLS connection cannot be ended."""
 
@@ -229,6 +240,12 @@ class _Waits:
                 return
         done = "took nothing" if sending else "sent nothing"
         raise NodeGoneError(f"{self._peer} {done} until the deadline")
+
+    def peer_left(self) -> bool:
+        """Check whether the other side has ended the connection."""
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLRDHUP)
+        return bool(poll.poll(0))
 
 
 _LONGEST_POLL_MS = 1_000_000

@@ -51,6 +51,9 @@ are on the devices."""
 
 _SLOW_CLOSE_S = 10.0
 
+_LOOK_S = 0.5
+"""How often who waits for weights looks whether their engine is still there."""
+
 
 class HostedStore:
     """Store of one model and number of ranks. Any thread may call; one lock guards all numbers.
@@ -90,6 +93,8 @@ class HostedStore:
         self.path = str(place.state)
         self._lock = threading.RLock()
         self._claims, self._chains = ClaimTable(), ChainTable()
+        self._orphans: list[tuple[int, str, tuple[int, int]]] = []
+        """Rank, run, and slot with epoch of blocks that were given up, to be told as failed."""
         self._weights: dict[str, list[bytes]] = {}
         self._told_weights = threading.Condition(self._lock)
         self._gauges_due = 0.0
@@ -128,17 +133,21 @@ class HostedStore:
             told[rank] = digest
             self._told_weights.notify_all()
 
-    def weights(self, run: str, patience_s: float) -> list[bytes]:
+    def weights(self, run: str, patience_s: float, gone: Callable[[], bool]) -> list[bytes]:
         """Digest of each rank's weights. Blocks until all ranks of the run have told.
 
         Raises:
-            NodeRefusedError: they have not until the time ran out.
+            NodeRefusedError: they have not until the time ran out, or who asks is ``gone``.
         """
+        deadline = time.monotonic() + patience_s
         with self._lock:
             told = self._weights.setdefault(run, [b""] * self.spec.ranks)
-            if not self._told_weights.wait_for(lambda: all(told), patience_s):
-                missing = [rank for rank, digest in enumerate(told) if not digest]
-                raise NodeRefusedError(f"ranks {missing} of {run} have not told their weights")
+            while not all(told):
+                left = deadline - time.monotonic()
+                if left <= 0 or gone():
+                    missing = [rank for rank, digest in enumerate(told) if not digest]
+                    raise NodeRefusedError(f"ranks {missing} of {run} have not told their weights")
+                self._told_weights.wait(min(left, _LOOK_S))
             return list(told)
 
     def forget_run(self, run: str) -> None:
@@ -286,6 +295,9 @@ class HostedStore:
         if claim.saving:
             return  # whoever copies it now does the rest
         self._claims.remove(claim)
+        # Their writes may never be reported, and their workers wait for an end.
+        waiting = claim.kept - claim.written
+        self._orphans += [(rank, claim.run, (claim.slot, claim.epoch)) for rank in waiting]
         if self._index.holds(claim.slot, claim.epoch):
             self._index.drop(claim.slot)
         slots = np.array([claim.slot], dtype=np.int64)
@@ -356,9 +368,8 @@ class HostedStore:
             fill(host, places, frames)
             taken = places.tolist()
         finally:
-            self._end_save(host, claims, set(taken))
+            kept = self._end_save(host, claims, set(taken))
         self.counters.add("stores_skipped", len(wanted) - len(taken), cause="write_buffer")
-        kept = set(taken)
         return [i for i in range(len(slots)) if i not in kept]
 
     def _begin_save(
@@ -380,10 +391,13 @@ class HostedStore:
                     claim.saving += 1
         return found
 
-    def _end_save(self, host: HostedRank, claims: Sequence[Claim | None], taken: set[int]) -> None:
-        """Publish what all ranks have, and have written what was ``taken``."""
+    def _end_save(
+        self, host: HostedRank, claims: Sequence[Claim | None], taken: set[int]
+    ) -> set[int]:
+        """Publish what all ranks have, and have written what was ``taken``; positions of blocks
+        that are stored or of which the end will be told."""
+        flushed: dict[int, Claim] = {}
         with self._lock:
-            flushed: list[Claim] = []
             for i, claim in enumerate(claims):
                 if claim is None:
                     continue
@@ -392,18 +406,19 @@ class HostedStore:
                     host.store.abandon(_slots([(claim.slot, claim.epoch)]))
                 elif not claim.given_up:
                     claim.kept.add(host.rank)
-                    flushed.append(claim)
+                    flushed[i] = claim
                     if len(claim.kept) == len(self.ranks):
                         claim.published = self._index.publish(claim.slot, claim.key)
                         claim.given_up = not claim.published
                 if claim.given_up:
                     self._give_up(claim)
-            kept = [claim for claim in flushed if not claim.given_up]
+            kept = [claim for claim in flushed.values() if not claim.given_up]
             host.store.flush(
                 np.array([claim.slot for claim in kept], dtype=np.int64),
                 np.array([claim.epoch for claim in kept], dtype=np.int64),
                 [claim.key for claim in kept],
             )
+        return set(flushed)
 
     def discard(self, run: str, slots: I64, epochs: I64) -> None:
         """Nobody needs these blocks of a run, which are being stored."""
@@ -453,14 +468,19 @@ class HostedStore:
             failed = self._with_claims(results.failed)
             self._written(rank, [claim for claim, _ in written])
             for claim, pair in failed:
+                claim.kept.discard(rank)
                 self._drop([pair], "write_error")
                 if not claim.given_up:
                     self._give_up(claim)
             self._step()
             self._update_gauges()
-        for ended, good in ((written, True), (failed, False)):
-            for run in {claim.run for claim, _ in ended}:
-                self._tell(rank, run, [pair for claim, pair in ended if claim.run == run], good)
+            over = [(run, pair) for of, run, pair in self._orphans if of == rank]
+            self._orphans = [orphan for orphan in self._orphans if orphan[0] != rank]
+        over += [(claim.run, pair) for claim, pair in failed]
+        done = [(claim.run, pair) for claim, pair in written]
+        for ended, good in ((done, True), (over, False)):
+            for run in {run for run, _ in ended}:
+                self._tell(rank, run, [pair for of, pair in ended if of == run], good)
 
     def _with_claims(self, pairs: Sequence[tuple[int, int]]) -> list[tuple[Claim, tuple[int, int]]]:
         found = ((self._claims.find(*pair), pair) for pair in pairs)

@@ -84,7 +84,12 @@ class SessionCalls:
 
     def _bind(self, message: Bind) -> Message:
         patience_s = min(message.patience_s, MOST_PATIENCE_S)
-        return Bound(self._store.weights(self._session.run, patience_s))
+        return Bound(self._store.weights(self._session.run, patience_s, self._gone))
+
+    def _gone(self) -> bool:
+        """Check whether nobody waits for an answer any more."""
+        channels = list(self._session.channels)
+        return self._session.ended or any(channel.peer_left for channel in channels)
 
     def _lookup(self, message: Lookup) -> Message:
         keys, expected = unpack_keys(message.keys), 0

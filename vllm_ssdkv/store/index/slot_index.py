@@ -26,7 +26,7 @@ Rewrites of the journal walk over the slots in steps of some tenths of a millise
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -137,7 +137,7 @@ class SlotIndex:
         """
         return self._table.lookup(keys if isinstance(keys, list) else list(keys))
 
-    def awaits(self, name: str, keys: Sequence[bytes], seconds: float | None) -> bool:
+    def awaits(self, name: str, keys: Sequence[bytes], seconds: Callable[[], float | None]) -> bool:
         """False: the index is one engine's, whose own requests find each other's blocks in HBM."""
         return False
 
