@@ -10,7 +10,7 @@ python_sources := vllm_ssdkv triton_kernels profiling fpga_offload grafana scrip
 # What needs a GPU is run by scripts/gpu/run.sh.
 benchmarks := bench_attend bench_pack
 cpp_sources := $(shell find vllm_ssdkv/csrc tests/csrc profiling fpga_offload tests/fpga_offload -name '*.cpp' -o -name '*.hpp')
-texts := $(python_sources) docs requirements .github $(wildcard *.md *.toml) CMakeLists.txt Makefile
+texts := $(python_sources) docs deploy requirements .github $(wildcard *.md *.toml) CMakeLists.txt Makefile
 
 # Tests and examples make their own models: nothing is downloaded at run time.
 export HF_HUB_OFFLINE := 1

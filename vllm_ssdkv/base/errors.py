@@ -114,6 +114,14 @@ class FpgaVersionError(FpgaError):
     """Kernels are of another version than this package's; the text names both."""
 
 
+class SharedFileError(SSDKVError):
+    """A file that a node and its host share is open on the other side; the text names it."""
+
+
+class PoolError(SSDKVError):
+    """A pool of nodes cannot be read, started or stopped; the text names the node."""
+
+
 class NodeError(SSDKVError):
     """Base of everything that can go wrong between an engine and a node."""
 

@@ -25,6 +25,7 @@ from vllm_ssdkv.cli.monitor import dashboard
 from vllm_ssdkv.cli.monitor.top import top
 from vllm_ssdkv.cli.node import node
 from vllm_ssdkv.cli.plan.plan import plan
+from vllm_ssdkv.cli.pool import pool
 from vllm_ssdkv.cli.profile.profile import profile
 from vllm_ssdkv.cli.reproduce.reproduce import reproduce
 from vllm_ssdkv.cli.store.fsck import fsck
@@ -65,6 +66,7 @@ app.add_typer(config.app, name="config")
 app.add_typer(dashboard.app, name="dashboard")
 app.add_typer(docs.app, name="docs")
 app.add_typer(fpga.app, name="fpga")
+app.add_typer(pool.app, name="pool")
 app.add_typer(node.app, name="node")
 
 

@@ -22,6 +22,7 @@ from vllm_ssdkv.cli.docs.doc_pages import (
 from vllm_ssdkv.cli.docs.fpga_page import fpga_page
 from vllm_ssdkv.cli.docs.papers_page import papers_page
 from vllm_ssdkv.config.node import NodeConfig
+from vllm_ssdkv.config.pool import PoolConfig
 from vllm_ssdkv.fpga_offload.generate import FILES, tables
 from vllm_ssdkv.profiling.gpu_pack.page import gpu_page
 from vllm_ssdkv.profiling.sizing.validate import section as section_of_runs
@@ -37,10 +38,10 @@ _Directory = Annotated[
     ),
 ]
 
-
 _SECTIONS: Final[dict[str, tuple[str, Callable[[], str]]]] = {
     "operations.md": ("waits", waits_table),
     "nodes.md": ("node", partial(options_table, NodeConfig)),
+    "deploy.md": ("pool", partial(options_table, PoolConfig)),
 }
 """Pages that are written by hand, each with a section that is generated."""
 
