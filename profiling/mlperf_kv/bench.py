@@ -54,7 +54,7 @@ class Settings:
     directories: Sequence[Path]
     model: ModelShape
     capacity: int
-    users: int = 8
+    users: int = 4
     seconds: float = 20.0
     seed: int = 42
     scale: float = 1.0

@@ -32,7 +32,7 @@ def mlperf_kv(
             "config.json. The benchmark's own are tiny-1b, llama-3.1-8b and llama-3.1-70b."
         ),
     ] = "tiny-1b",
-    users: Annotated[int, typer.Option(min=1, max=1024, help="That ask at a time.")] = 8,
+    users: Annotated[int, typer.Option(min=1, max=1024, help="That ask at a time.")] = 4,
     seconds: Annotated[float, typer.Option(min=0.1, max=86400, help="Of the run.")] = 20.0,
     capacity: Annotated[
         int,
