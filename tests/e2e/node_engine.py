@@ -60,6 +60,10 @@ class EngineProcess:
     def answers(self, prompts: Sequence[Tokens]) -> list[tuple[tuple[int, ...], int]]:
         """Tokens of the answers, and how many tokens of each prompt were found."""
         self.order(prompts=list(prompts))
+        return self.ordered_answers()
+
+    def ordered_answers(self) -> list[tuple[tuple[int, ...], int]]:
+        """The same, of prompts that were ordered before."""
         return [(tuple(tokens), cached) for tokens, cached in self.result()]
 
     def metric(self, name: str) -> float:

@@ -161,7 +161,7 @@ def test_a_stopped_engine_harms_nobody(
         assert eventually(lambda: left(node) == 0)
     finally:
         other.go_on()
-    assert [got for got, _ in other.result()] == tokens(stock, LONG)
+    assert [got for got, _ in other.ordered_answers()] == tokens(stock, LONG)
     assert eventually(lambda: other.metric("node_connected") == 1)
     assert other.answers(SHORT) == list(zip(tokens(stock, SHORT), full_hits(SHORT), strict=True))
 
@@ -174,7 +174,7 @@ def test_engines_survive_the_node_and_it_survives_them(
     other.order(prompts=LONG)
     node.kill()
     assert check(engine, stock, SHORT) == [0] * len(SHORT)
-    assert [got for got, _ in other.result()] == tokens(stock, LONG)
+    assert [got for got, _ in other.ordered_answers()] == tokens(stock, LONG)
     node.start()
     reconnected(engine)
     assert eventually(lambda: other.metric("node_connected") == 1)

@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 from vllm_ssdkv import __version__
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.base.metrics import BATCH_METRICS, METRICS
+from vllm_ssdkv.base.metrics_node_server import NODE_SERVER_METRICS
 from vllm_ssdkv.base.wait_reason import WaitReason
 from vllm_ssdkv.cli.docs.doc_pages import metrics_page, options_page, with_section
 from vllm_ssdkv.cli.main import app
@@ -37,10 +38,12 @@ def test_every_option_is_one_row() -> None:
 
 def test_every_metric_is_one_row() -> None:
     rows = cells(metrics_page())
-    second = rows.index(["Metric", "Kind", "Unit", "Meaning", "Labels"])
+    head = ["Metric", "Kind", "Unit", "Meaning", "Labels"]
+    second, third = (i for i, row in enumerate(rows) if row == head)
     for (head, rule, *table), metrics, width in [
         (rows[:second], METRICS, 6),
-        (rows[second:], BATCH_METRICS, 5),
+        (rows[second:third], BATCH_METRICS, 5),
+        (rows[third:], NODE_SERVER_METRICS, 5),
     ]:
         assert [row[0] for row in table] == [f"`{metric.exposed_name}`" for metric in metrics]
         assert {len(row) for row in [head, rule, *table]} == {width}

@@ -78,3 +78,12 @@ def raw_and_channel(*, agreed: bool = True) -> Iterator[tuple[socket.socket, Cha
     finally:
         raw.close()
         channel.close()
+
+
+def channel_pair() -> tuple[Channel, Channel]:
+    """Two ends of one channel, on a pair of Unix sockets."""
+    ours, theirs = (
+        Channel(PlainStream(sock, "a test"), "a test", is_unix=True)
+        for sock in socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    )
+    return ours, theirs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ from vllm_ssdkv.node.protocol.frames import (
 )
 from vllm_ssdkv.node.protocol.messages import Done, Message, decode, encode, kind_of
 from vllm_ssdkv.node.protocol.outgoing import Outgoing, Pulse
-from vllm_ssdkv.node.protocol.streams import PlainStream, Stream, TlsStream, WouldBlockError
+from vllm_ssdkv.node.protocol.streams import Stream, TlsStream, WouldBlockError
 
 _FAREWELL_S = 0.5
 """How long the last frame of a channel may take to leave, in seconds."""
@@ -75,10 +74,9 @@ class Channel:
             None: any.
 
     Example:
-        >>> ours, theirs = channel_pair()
-        >>> ours.send(Done(), call_id=1, timeout=1)
-        >>> theirs.receive(timeout=1)
-        Frame(message=Done(), call_id=1, is_answer=False, error='', payload_bytes=0, descriptors=[])
+        channel = connect(Address.parse("unix:///run/ssdkv.sock"), None, timeout=3.0)
+        channel.send(hello, call_id=1, timeout=3.0)
+        frame = channel.receive(timeout=3.0)
     """
 
     def __init__(self, stream: Stream, peer: str, *, is_unix: bool) -> None:
@@ -293,8 +291,6 @@ class Channel:
         elif header.kind == Control.REFUSED:
             reason = body.decode(errors="replace") or "no reason given"
             raise NodeRefusedError(f"{self.peer} refused the connection: {reason}")
-        elif header.kind == Control.GOODBYE:
-            raise NodeGoneError(f"{self.peer} ended the connection")
 
     def receive_payload(self, into: Sequence[Buffer], timeout: float) -> None:
         """Receive the payload of the last frame.
@@ -364,16 +360,9 @@ class Channel:
 
         By the thread that receives.
         """
-        self._say_farewell(Control.REFUSED, _cut(reason))
-
-    def goodbye(self) -> None:
-        """End the channel in order; at most half a second. By the thread that receives."""
-        self._say_farewell(Control.GOODBYE, b"")
-
-    def _say_farewell(self, kind: Control, body: bytes) -> None:
-        deadline = time.monotonic() + _FAREWELL_S
+        body, deadline = _cut(reason), time.monotonic() + _FAREWELL_S
         with contextlib.suppress(NodeError):
-            header = Header(kind, body_bytes=len(body))
+            header = Header(Control.REFUSED, body_bytes=len(body))
             self._outgoing.send(header, [memoryview(body)], (), deadline)
             # A socket that is closed with unread bytes takes back what it has sent.
             self._stream.shutdown_sending()
@@ -414,15 +403,6 @@ class Channel:
         except NodeError:
             self.abort()
             raise
-
-
-def channel_pair() -> tuple[Channel, Channel]:
-    """Two ends of one channel in this process, on a pair of Unix sockets."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    return (
-        Channel(PlainStream(ours, "a socket pair"), "a socket pair", is_unix=True),
-        Channel(PlainStream(theirs, "a socket pair"), "a socket pair", is_unix=True),
-    )
 
 
 _FAILED = kind_of(Done())

@@ -52,13 +52,11 @@ class Control(enum.IntEnum):
         HEARTBEAT: Nothing; says that the sender is alive.
         CREDIT: The receiver has room for so many more bytes of payload; the call id is the number.
         REFUSED: The sender ends the connection; the body is the reason in UTF-8.
-        GOODBYE: The sender ends the connection in order.
     """
 
     HEARTBEAT = 1
     CREDIT = 2
     REFUSED = 3
-    GOODBYE = 4
 
 
 FIRST_MESSAGE_KIND = 16
@@ -157,7 +155,7 @@ class Header:
         plain = self.payload_bytes == self.descriptors == self.flags == 0
         if self.kind == Control.REFUSED and plain and self.body_bytes <= MOST_REASON_BYTES:
             return
-        known = {Control.HEARTBEAT, Control.CREDIT, Control.GOODBYE}
+        known = {Control.HEARTBEAT, Control.CREDIT}
         if not (self.kind in known and plain and self.body_bytes == 0):
             raise ProtocolError("kind", f"a frame of kind {self.kind} is malformed or unknown")
 

@@ -14,10 +14,8 @@ from vllm_ssdkv.base.errors import NodeError, ProtocolError
 
 _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
-_F_SEAL_SEAL = 1
 _F_SEAL_SHRINK = 2
 _F_SEAL_GROW = 4
-_F_SEAL_FUTURE_WRITE = 16
 """Of ``linux/fcntl.h``; Python 3.11 names not all of them."""
 
 
@@ -45,20 +43,6 @@ def make_shared(name: str, nbytes: int) -> int:
             os.close(descriptor)
         raise NodeError(f"cannot make {nbytes} bytes of shared memory ({error})") from error
     return descriptor
-
-
-def forbid_writing(descriptor: int) -> None:
-    """Let nobody map or write this memory for writing from here on; mappings there are stay.
-
-    Raises:
-        NodeError: the kernel is older than 5.1.
-    """
-    try:
-        fcntl.fcntl(descriptor, _F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | _F_SEAL_SEAL)
-    except OSError as error:
-        raise NodeError(
-            f"shared memory cannot be sealed against writing ({error}); Linux 5.1 or newer can"
-        ) from error
 
 
 def map_shared(descriptor: int, nbytes: int, *, writable: bool) -> mmap.mmap:
