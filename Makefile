@@ -10,7 +10,7 @@ python_sources := vllm_ssdkv triton_kernels profiling fpga_offload grafana scrip
 # What needs a GPU is run by scripts/gpu/run.sh.
 benchmarks := bench_attend bench_pack
 cpp_sources := $(shell find vllm_ssdkv/csrc tests/csrc profiling fpga_offload tests/fpga_offload -name '*.cpp' -o -name '*.hpp')
-texts := $(python_sources) docs requirements .github $(wildcard *.md *.toml) CMakeLists.txt Makefile
+texts := $(python_sources) docs deploy requirements .github $(wildcard *.md *.toml) CMakeLists.txt Makefile
 
 # Tests and examples make their own models: nothing is downloaded at run time.
 export HF_HUB_OFFLINE := 1
@@ -77,9 +77,10 @@ bench: text-model ## the benchmarks that need no GPU
 	$(bin)/ssdkv bench accuracy --suite text,needles,json --model build/text-model \
 	  --dir build/bench --block-tokens 128 --beside-window
 
-soak: install ## property tests with new draws, kills and faults in ROUNDS=100, five parsers fuzzed for FUZZ_S=120 each, memory for MEMORY_S=1800, hostile batches for BATCH_S=600
+soak: install ## property tests with new draws, kills and faults in ROUNDS=100, five parsers fuzzed for FUZZ_S=120 each, memory for MEMORY_S=1800, hostile batches for BATCH_S=600, frames to a node for NODE_S=600
 	SSDKV_SOAK_ROUNDS=$(or $(ROUNDS),100) SSDKV_SOAK_FUZZ_S=$(or $(FUZZ_S),120) \
 	  SSDKV_SOAK_MEMORY_S=$(or $(MEMORY_S),1800) SSDKV_SOAK_BATCH_S=$(or $(BATCH_S),600) \
+	  SSDKV_SOAK_NODE_S=$(or $(NODE_S),600) \
 	  $(bin)/pytest tests -m "soak or rounds or hypothesis" --timeout 14400 --reruns 0
 
 # Ends at the first finding: each sanitizer stops the program with a status of its own. setarch,

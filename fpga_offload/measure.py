@@ -30,7 +30,7 @@ from vllm_ssdkv.fpga_offload.description import (
     SPARF_JOB,
     KernelShape,
 )
-from vllm_ssdkv.fpga_offload.results import CYCLES, FOLDER, Cycles, Results, write_results
+from vllm_ssdkv.fpga_offload.results import CYCLES, FOLDER, Cycles, Results, add_results
 from vllm_ssdkv.fpga_offload.rtlsim import RtlsimBackend, rtlsim_library
 from vllm_ssdkv.fpga_offload.trial import aligned_bytes, random_problem
 
@@ -138,14 +138,14 @@ def simulator_version() -> str:
 
 
 def main() -> None:
-    """Measure every shape that is built, and write the results."""
+    """Measure every shape that is built; in the file its rows replace those of the same kernels."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=FOLDER / CYCLES, help="file to write")
     output = parser.parse_args().output
     shapes = [KernelShape(size, group, DTYPE) for size in HEAD_SIZES for group in GROUPS]
     rows = list(measured(shapes, LENGTHS))
     command = "python -P -m vllm_ssdkv.fpga_offload.measure"
-    write_results(Results(command, {"verilator": simulator_version()}, rows), output)
+    add_results(Results(command, {"verilator": simulator_version()}, rows), output)
 
 
 if __name__ == "__main__":

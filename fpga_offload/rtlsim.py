@@ -33,11 +33,8 @@ def build_folder() -> Path:
 
 
 class RtlsimBackend(LibraryBackend):
-    """See ``Backend``. What the RTL leaves out is refused by its status.
-
-    ``sparf`` is in libraries that were built with it
-    (``scripts/fpga.sh 64:2:sparf``): it chooses tokens by single channels, not pages, knows no mean
-    V, and its ``alpha``, ``lse`` and ``window_mass`` are NaN.
+    """See ``Backend``. ``sparf`` is in libraries that were built with it: ``scripts/fpga.sh
+    64:2:sparf``; others refuse it.
 
     Example:
         backend = RtlsimBackend(KernelShape(head_size=128, group=1, dtype="float16"))

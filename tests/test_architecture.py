@@ -40,7 +40,7 @@ def test_the_tree_lists_every_folder_that_has_a_purpose_of_its_own() -> None:
         if path.parent != PACKAGE and path.relative_to(PACKAGE).parts[0] not in TOP
     }
     packages = {name for name in packages if not name.startswith("vllm_ssdkv/cli/")}
-    others = {*TOP, "examples", "tests", "vllm_ssdkv/csrc"}
+    others = {*TOP, "deploy", "examples", "packaging", "tests", "vllm_ssdkv/csrc"}
     assert sorted(listed_folders()) == sorted(packages | others)
 
 

@@ -32,6 +32,9 @@ FLOORS = (
     "store/location.py",
     "store/maintenance",
     "store",
+    "node/protocol",
+    "node/server node/client",
+    "node",
     "kernels/operands",
     "triton_kernels",
     "sparse",
@@ -55,9 +58,11 @@ BASE = frozenset({"vllm_ssdkv", "numpy"})
 OTHERS: dict[str, set[str]] = {
     "base": {"msgspec", "numpy", "prometheus_client"},
     "clustering": set(),
-    "config": {"annotated_types", "pydantic", "pydantic_core", "msgspec"},
+    "config": {"annotated_types", "pydantic", "pydantic_core", "msgspec", "yaml"},
     # aiofiles and kvikio are optional; the engines that stand on them import them when opened.
     "store": {"msgspec", "pydantic", "aiofiles", "kvikio"},
+    # cryptography is optional; what makes keys imports it when it is asked to.
+    "node": {"msgspec", "pydantic", "prometheus_client", "cryptography"},
     "kernels": {"torch"},
     "triton_kernels": {"torch", "triton"},
     "sparse": {"torch"},

@@ -25,6 +25,7 @@ OF_COMMANDS = (
     "slot_check.py",
     "offline.py",
     "output_log.py",
+    "shared_files.py",
     "resume.py",
 )
 """Parts of ``ssdkv``'s own commands: they end with their message, which says the way out."""

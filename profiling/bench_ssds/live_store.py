@@ -17,12 +17,11 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.io import MIN_STAGING
 from vllm_ssdkv.config.io_engine import ThrottleRule
-from vllm_ssdkv.connector.scheduler.device_weights import DeviceWeights
 from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
 from vllm_ssdkv.connector.scheduler.pending_writes import PendingWrites
 from vllm_ssdkv.connector.scheduler.rewriter import Rewriter
-from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
 from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameState
+from vllm_ssdkv.store.device_weights import DeviceWeights
 from vllm_ssdkv.store.devices.wear import WearLedger
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
@@ -31,6 +30,7 @@ from vllm_ssdkv.store.io.testing.throttled import ThrottledEngine
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
 from vllm_ssdkv.store.read.load_job import LoadJob
 from vllm_ssdkv.store.tiered_store import TieredStore
+from vllm_ssdkv.store.write_policy import WritePolicy
 
 _TOKENS = 16
 """Of a block; nothing depends on it."""

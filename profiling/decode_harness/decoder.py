@@ -25,6 +25,7 @@ from vllm_ssdkv.connector.identity.loaded_model import LoadedModel
 from vllm_ssdkv.connector.kv_layout import KVLayout, paged_geometry
 from vllm_ssdkv.connector.messages import ContextDelta, CopyToDram, Flush, Row, StepPlan
 from vllm_ssdkv.connector.worker.paged_attention import attend_layer, rows_of_step, store_new
+from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 from vllm_ssdkv.profiling.decode_harness.attention import Attention, attention_by, timed
 from vllm_ssdkv.profiling.decode_harness.models import head_size, kv_heads
@@ -155,7 +156,7 @@ class PagedDecoder:
         self.worker = SSDKVWorker(
             self.config,
             self.layout,
-            opened,
+            EmbeddedRank(opened),
             tuple(range(self._layers)),
             LoadedModel(modules, lambda: ""),
             functools.partial(place.tell_weights, 0),

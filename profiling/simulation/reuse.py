@@ -2,14 +2,15 @@
 
 Which blocks exist and which are evicted is decided by the product's own index
 (:mod:`vllm_ssdkv.store.index.slot_index`). Loads and writes take what decode steps leave of the
-drives, loads first, as in the product's queues. A block is found when it is written. Where more
-waits to be written than frames hold, a prompt's blocks are not stored.
+drives, loads first, as in the product's queues. A block is found as soon as it is computed, and
+comes from DRAM while its frame is there. Where more waits to be written than frames hold, a
+prompt's blocks are not stored.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from functools import cache
 from typing import Final, TypeAlias
@@ -43,16 +44,18 @@ class StoreShape:
         block: Tokens of a block.
         frames: Bytes that may wait to be written.
         path: Name of the software that reads and writes blocks. None: ours.
+        cache: Bytes of DRAM for blocks that are on drives, too, the newest ones.
     """
 
     nbytes: float
     block: int = 256
     frames: float = 8e9
     path: str | None = None
+    cache: float = 0.0
 
     def __post_init__(self) -> None:
         """Check sizes. Raises ConfigError."""
-        if self.block < 1 or self.nbytes <= 0 or self.frames < 0:
+        if self.block < 1 or self.nbytes <= 0 or min(self.frames, self.cache) < 0:
             raise ConfigError(f"store: got {self}; bytes above 0, and blocks of a token or more")
 
 
@@ -83,6 +86,8 @@ class ReuseStore:
         self._ordered: deque[list[tuple[int, bytes]]] = deque()
         self._writing: set[bytes] = set()
         self._pinned: dict[int, I64] = {}
+        # Blocks in DRAM that are written, too; the least recently used first.
+        self._clean: OrderedDict[bytes, None] = OrderedDict()
         self.evicted = 0
 
     def find(self, context: str, shared: int) -> int:
@@ -92,36 +97,57 @@ class ReuseStore:
     def _lookup(self, context: str, tokens: int) -> I64:
         return self._index.lookup(_keys(context, tokens // self.shape.block))
 
+    def on_drives(self, context: str, tokens: int) -> int:
+        """Tokens, of these of a text, which are stored, that are not in DRAM."""
+        keys = _keys(context, tokens // self.shape.block)
+        here = sum(key in self._clean or key in self._writing for key in keys)
+        return (len(keys) - here) * self.shape.block
+
     def pin(self, request: int, context: str, tokens: int) -> None:
         """Keep these tokens of a text, which are stored, while a request loads them."""
         self._pinned[request] = self._lookup(context, tokens)
         self._index.pin(self._pinned[request])
+        for key in _keys(context, tokens // self.shape.block):
+            if key not in self._writing:
+                self._keep(key)
+
+    def _keep(self, key: bytes) -> None:
+        """Note that a block is in DRAM, and was used now."""
+        self._clean[key] = None
+        self._clean.move_to_end(key)
+        while len(self._clean) * self.block_bytes > self.shape.cache:
+            self._clean.popitem(last=False)
 
     def unpin(self, request: int) -> None:
         """A load ended: what was loaded counts as used now."""
         self._index.unpin(self._pinned.pop(request))
 
     def missing(self, context: str, shared: int) -> list[bytes]:
-        """Keys of blocks of a text that are neither stored nor under way, no more than fit."""
+        """Keys of blocks of a text that are not stored, no more than fit."""
         keys = _keys(context, shared // self.shape.block)
-        new = [key for key in keys if self._index.find(key) is None and key not in self._writing]
+        new = [key for key in keys if self._index.find(key) is None]
         return new[: self._index.available()]
 
     def order(self, keys: list[bytes]) -> None:
-        """Take slots for blocks that will be written; the least recently used ones go."""
+        """Take slots for blocks that will be written; the least recently used ones go.
+
+        They are found from now on.
+        """
         before = len(self._index.free_slots())
         slots = self._index.allocate(len(keys))
         self.evicted += max(0, len(keys) - before)
+        for slot, key in zip(slots.tolist(), keys, strict=True):
+            self._index.publish(slot, key)
         self._writing.update(keys)
         self._ordered.append(list(zip(slots.tolist(), keys, strict=True)))
 
     def written(self, jobs: int) -> None:
-        """So many orders, the oldest first, are on the drives: their blocks are found from now."""
+        """So many orders, the oldest first, are on the drives."""
         for _ in range(jobs):
             pairs = self._ordered.popleft()
-            for slot, key in pairs:
-                self._index.publish(slot, key)
+            for _, key in pairs:
                 self._writing.discard(key)
+                self._keep(key)
             slots = np.array([slot for slot, _ in pairs], dtype=np.int64)
             self._index.durable(slots)
             self._index.unpin(slots)
@@ -140,6 +166,7 @@ class Background:
 
     Attributes:
         loaded_bytes: That were loaded.
+        from_dram_bytes: Of loads that were asked for, those that were in DRAM.
         stored_bytes: That were written.
         skipped_bytes: That were not, because too much waited.
     """
@@ -159,20 +186,27 @@ class Background:
         self._waiting = 0.0
         self._written = 0
         self.loaded_bytes = self.stored_bytes = self.skipped_bytes = 0.0
+        self.from_dram_bytes = 0.0
 
-    def load_s(self, nbytes: float) -> float:
-        """Seconds of a load, behind those that wait, with nothing else on the drives."""
-        return sum(load[0] for load in self._loads) + self._alone_s(nbytes)
+    def load_s(self, nbytes: float, from_dram: float = 0.0) -> float:
+        """Seconds of a load, behind those that wait, with nothing else on the drives.
 
-    def _alone_s(self, nbytes: float) -> float:
+        ``from_dram``: bytes of it that are in DRAM.
+        """
+        return sum(load[0] for load in self._loads) + self._alone_s(nbytes, from_dram)
+
+    def _alone_s(self, whole: float, from_dram: float) -> float:
         storage, machine = self._storage, self._machine
+        nbytes = whole - from_dram
+        if not nbytes:
+            return whole / machine.gpu_link
         drives = max(
             device.read_s(share * nbytes, -int(-share * nbytes // READ_BYTES))
             for device, share in zip(storage.devices, storage.shares, strict=True)
         )
         drives = max(drives, nbytes / machine.drives_link)
         latency = max(device.latency_s for device in storage.devices)
-        to_gpu = nbytes / machine.gpu_link
+        to_gpu = whole / machine.gpu_link
         if self._path is None:
             return latency + max(drives, to_gpu)
         blocks = -int(-nbytes // self._block_bytes)
@@ -183,9 +217,10 @@ class Background:
             drives = max(drives, blocks * one / self._path.in_flight)
         return latency + (drives + to_gpu if self._path.relayed else max(drives, to_gpu))
 
-    def load(self, nbytes: float) -> None:
+    def load(self, nbytes: float, from_dram: float = 0.0) -> None:
         """Begin a load, behind the others."""
-        self._loads.append([self._alone_s(nbytes), nbytes])
+        self._loads.append([self._alone_s(nbytes, from_dram), nbytes])
+        self.from_dram_bytes += from_dram
 
     def store(self, shape: StoreShape, keys: list[bytes], block_bytes: float) -> bool:
         """Begin writes of blocks; False: too much waits already, and these are left out."""
@@ -196,7 +231,7 @@ class Background:
         storage = self._storage
         seconds = max(
             device.prompt_s(share * nbytes)
-            for device, share in zip(storage.devices, storage.shares, strict=True)
+            for device, share in zip(storage.devices, storage.written, strict=True)
         )
         self._waiting += nbytes
         self._writes.append([max(seconds, nbytes / self._machine.drives_link), nbytes])

@@ -107,6 +107,7 @@ class Report:
         limits: Decode steps by the kind of server that limited them.
         gaps: Between tokens, in the order of their steps.
         loaded_bytes: That came from the store.
+        from_dram_bytes: Of these, blocks that were in DRAM, too.
         stored_bytes: That were written to it.
         skipped_bytes: That were not, because writes lagged behind.
         evicted_blocks: Blocks that made room in the store.
@@ -118,6 +119,7 @@ class Report:
     limits: dict[str, int] = field(default_factory=dict)
     gaps: tuple[Gap, ...] = ()
     loaded_bytes: float = 0.0
+    from_dram_bytes: float = 0.0
     stored_bytes: float = 0.0
     skipped_bytes: float = 0.0
     evicted_blocks: int = 0
@@ -201,6 +203,7 @@ class _Row:
     made: int = 0
     first_s: float = 0.0
     hit: int = 0
+    looked_up: bool = False
     preempted: int = 0
 
     @property
@@ -241,6 +244,7 @@ class _Engine:
             self.limits,
             tuple(self.gaps),
             self.background.loaded_bytes,
+            self.background.from_dram_bytes,
             self.background.stored_bytes,
             self.background.skipped_bytes,
             0 if store is None else store.evicted,
@@ -290,29 +294,41 @@ class _Engine:
             if not self.tiers.place(str(row.number), self.of.bytes_of(need)):
                 return
             self.coming.popleft()
-            self._begin(row)
+            row.computed, row.hit, row.looked_up = 0, 0, False
+            self.prompts.append(row)
 
-    def _begin(self, row: _Row) -> None:
-        """Load what the store has, unless computing is faster."""
-        row.computed = row.hit = 0
-        if self.store is not None:
-            found = self.store.find(row.request.context, row.request.shared)
-            # The last token of a prompt is computed, whatever is stored.
-            found = min(found, row.tokens - 1)
-            nbytes = self.of.model.kv_bytes_per_token() * found
-            if found and self.background.load_s(nbytes) < self._prompt_s(row.tokens) * (
-                found / row.tokens
-            ):
-                row.hit = found
-                self.store.pin(row.number, row.request.context, found)
-                self.loading.append(row)
-                self.background.load(nbytes)
-                return
-        self.prompts.append(row)
+    def _loads(self, row: _Row) -> bool:
+        """Begin to load what the store has, unless computing is faster.
+
+        Looked up when the prompt's turn has come: what those before it have in common with it is
+        there by then.
+        """
+        row.looked_up = True
+        if self.store is None:
+            return False
+        context = row.request.context
+        # The last token of a prompt is computed, whatever is stored.
+        found = min(self.store.find(context, row.request.shared), row.tokens - 1)
+        if not found:
+            return False
+        token = self.of.model.kv_bytes_per_token()
+        from_dram = float(token * max(0, found - self.store.on_drives(context, found)))
+        nbytes = float(token * found)
+        computing = self._prompt_s(row.tokens) * found / row.tokens
+        if self.background.load_s(nbytes, from_dram) >= computing:
+            return False
+        row.hit = found
+        self.store.pin(row.number, context, found)
+        self.loading.append(row)
+        self.background.load(nbytes, from_dram)
+        return True
 
     def _chunk(self) -> Events:
         """Compute a chunk of the oldest prompt; with its last one comes the first token."""
         row = self.prompts[0]
+        if not row.looked_up and self._loads(row):
+            self.prompts.popleft()
+            return
         tokens = min(self.of.chunk, row.tokens - row.computed)
         seconds = self._prompt_s(row.tokens) * tokens / row.tokens
         row.computed += tokens

@@ -161,10 +161,9 @@ class Sizing:
             BoundError: it does not fit, and why.
             ConfigError: the model is not served so.
         """
-        return _Reuse(self, choice).forecast() if choice.mode == "reuse" else self._paged(choice)
-
-    def _paged(self, choice: Choice) -> Forecast:
-        return _Page(self, choice).forecast()
+        if not self.model.attention_layers():
+            raise ConfigError(f"{self.model.name}: no layer has KV; give a model with attention")
+        return (_Reuse if choice.mode == "reuse" else _Page)(self, choice).forecast()
 
     @property
     def hbm_bytes(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +20,8 @@ HERE: Final = (
     "bounds, 2 drives, dram 0.2",
 )
 """Runs of ``ssdkv plan --validate``: two that calibrate, two that are predicted."""
+LINE: Final = 100
+"""Characters of a line of a page."""
 
 
 def predictions(runs: Sequence[Mapping[str, Any]]) -> list[Prediction]:
@@ -70,5 +73,9 @@ def section(path: Path) -> str:
     table = validation_table(predictions(runs))
     loads = [run["load"] for run in runs]
     busy = f"Load of the two cores when the runs began: {min(loads):.1f} to {max(loads):.1f}."
+    known = {run["name"] for run in runs}
+    missing = [run.name for run in RUNS if run.predicted and run.name not in known]
+    rest = f"Not measured: {'; '.join(missing)}." if missing else ""
     lines = table.markdown().splitlines()
-    return "\n".join([*lines[2:-1], f"{table.note} {busy}"]).strip()
+    text = textwrap.fill(f"{table.note} {busy} {rest}".strip(), LINE)
+    return "\n".join([*lines[2:-1], text]).strip()

@@ -23,6 +23,8 @@ ALWAYS = {
     "recover",
     "dram_gib",
     "admission",
+    "nodes",
+    "node_keys",
     "io.engine",
     "io.queue_depth",
     "io.deadline",

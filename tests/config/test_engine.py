@@ -146,7 +146,7 @@ def test_paths_begin_where_the_process_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """And processes that run elsewhere are given what they meant."""
-    assert len(PATHS) == 6
+    assert len(PATHS) == 7
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/somewhere")
     given: dict[str, object] = {
@@ -171,6 +171,8 @@ def test_paths_begin_where_the_process_runs(
     }
     made = build(given)
     assert made.with_absolute_paths(given) == meant
+    keys = {"nodes": ["unix:///s"], "node_keys": "keys"}
+    assert build(keys).with_absolute_paths(keys) == keys | {"node_keys": f"{tmp_path}/keys"}
     monkeypatch.chdir("/")
     assert build(meant) == made
 
@@ -570,3 +572,35 @@ def test_defaults_are_what_the_table_says() -> None:
         target[name] = json.loads(option.default)
     assert build(given) == build({})
     assert set(given) == set(SSDKVConfig.model_fields)
+
+
+# ---- nodes ----
+
+
+def test_a_node_takes_the_place_of_a_store() -> None:
+    config = SSDKVConfig.from_extra_config(
+        {"nodes": ["unix:///run/s"], "load": "always", "io": {"deadline": 3.0}}
+    )
+    assert config.nodes == ("unix:///run/s",)
+    assert config.node_keys is None
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"devices": ["/mnt/a"]}, "devices: is an option of the node"),
+        ({"dram_gib": 1}, "dram_gib: is an option of the node"),
+        ({"admission": "second_use"}, "admission: is an option of the node"),
+        ({"io": {"verify": "all", "deadline": 3.0}}, "io.verify: is an option of the node"),
+        ({"mode": "page"}, 'nodes: mode "page" reads contexts from a store of its own'),
+        ({"nodes": ["unix:///a", "unix:///b"]}, "nodes: 2 addresses are given"),
+    ],
+)
+def test_what_a_node_decides_is_refused(options: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        SSDKVConfig.from_extra_config({"nodes": ["unix:///run/s"], **options})
+
+
+def test_keys_of_no_node_are_refused() -> None:
+    with pytest.raises(ConfigError, match="node_keys: has no meaning without nodes"):
+        SSDKVConfig.from_extra_config({"node_keys": "/etc/keys"})

@@ -58,7 +58,6 @@ from vllm_ssdkv.connector.scheduler.scheduler import SSDKVScheduler
 from vllm_ssdkv.connector.scheduler.scheduler_parts import EngineFacts, SchedulerStore
 from vllm_ssdkv.connector.scheduler.speculation import Speculation
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
-from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
 from vllm_ssdkv.plugin import register
 from vllm_ssdkv.store.devices.wear import WearLedger
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
@@ -67,6 +66,7 @@ from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.index.slot_index import SlotIndex
 from vllm_ssdkv.store.placement.placement import Placement
 from vllm_ssdkv.store.placement.rebalancer import Rebalancer
+from vllm_ssdkv.store.write_policy import WritePolicy
 
 WINDOW = 32
 CHUNK = 48

@@ -49,7 +49,7 @@ def test_blocks_that_may_be_chosen_from(
     assert _context_blocks(config, layout, engine, caches) == blocks
 
 
-@pytest.mark.parametrize("name", ["WritePolicy", "Suspension", "SSDKVScheduler"])
+@pytest.mark.parametrize("name", ["open_write_policy", "Suspension", "SSDKVScheduler"])
 def test_a_scheduler_that_does_not_start_lets_go_of_the_store(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def same_choice(problem: Contexts, selector: SparfSelector, opened: Opened = csi
         np.testing.assert_array_equal(found.token_mask, wanted.token_mask)
     np.testing.assert_allclose(found.mass, wanted.mass, rtol=1e-5, atol=1e-6)
     if wanted.alpha is not None:
+        assert found.alpha is not None
         np.testing.assert_allclose(found.alpha, wanted.alpha, rtol=1e-5, atol=1e-6)
 
 

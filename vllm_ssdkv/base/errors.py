@@ -112,3 +112,38 @@ class FpgaMemoryError(FpgaError):
 
 class FpgaVersionError(FpgaError):
     """Kernels are of another version than this package's; the text names both."""
+
+
+class SharedFileError(SSDKVError):
+    """A file that a node and its host share is open on the other side; the text names it."""
+
+
+class PoolError(SSDKVError):
+    """A pool of nodes cannot be read, started or stopped; the text names the node."""
+
+
+class NodeError(SSDKVError):
+    """Base of everything that can go wrong between an engine and a node."""
+
+
+class NodeGoneError(NodeError):
+    """The other side ended the connection, or was silent until the deadline."""
+
+
+class NodeRefusedError(NodeError):
+    """The other side refused this connection or a frame of it; the text has its reason."""
+
+
+class ProtocolError(NodeError):
+    """A frame is malformed, too large, out of order or of another version.
+
+    ``cause`` is one word, for the count of refused frames.
+    """
+
+    def __init__(self, cause: str, text: str):
+        super().__init__(text)
+        self.cause = cause
+
+
+class CredentialsError(NodeError):
+    """Keys of a node are missing, unreadable or expired; the text names the file."""

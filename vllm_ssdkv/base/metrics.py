@@ -22,6 +22,8 @@ from vllm_ssdkv.base.metric import (
     counter,
     gauge,
 )
+from vllm_ssdkv.base.metrics_node import NODE_METRICS
+from vllm_ssdkv.base.metrics_node_server import NODE_SERVER_METRICS
 from vllm_ssdkv.base.metrics_offload import OFFLOAD_METRICS
 from vllm_ssdkv.base.metrics_sparse import SPARSE_METRICS
 from vllm_ssdkv.base.wait_reason import WaitReason
@@ -40,7 +42,8 @@ _DIRECTION: Final = Label("direction", ("read", "write"))
 _TIER: Final = Label("tier", ("dram", "ssd"))
 _IO_KIND: Final = Label("kind", ("eio", "enospc", "short", "deadline", "other"))
 _DROP_CAUSE: Final = Label(
-    "cause", ("read_error", "write_error", "device_lost", "restriped", "weights", "unverified")
+    "cause",
+    ("read_error", "write_error", "device_lost", "restriped", "weights", "unverified", "engine"),
 )
 _JOURNAL_CALL: Final = Label("call", ("append", "sync", "rewrite"))
 _RECOMPUTE_CAUSE: Final = Label("cause", ("hit", "context"))
@@ -116,8 +119,9 @@ METRICS: Final[tuple[Metric, ...]] = (
         "stores_skipped",
         "blocks",
         "Blocks not stored: the write buffer was full, no slot could be had, the admission filter "
-        "had not seen them often enough, or a daily write budget was used up.",
-        Label("cause", ("write_buffer", "store_full", "admission", "budget")),
+        "had not seen them often enough, a daily write budget was used up, or the node did not "
+        "answer.",
+        Label("cause", ("write_buffer", "store_full", "admission", "budget", "node")),
         combine="max",
     ),
     counter(
@@ -200,6 +204,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     *SPARSE_METRICS,
     *OFFLOAD_METRICS,
+    *NODE_METRICS,
     counter(
         "attention_seconds",
         "seconds",
@@ -244,7 +249,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "errors",
         "Errors that nothing foresaw, in threads that write and load: what was under way failed, "
         "the thread goes on. The log has the first of each minute.",
-        Label("thread", ("writer", "loader")),
+        Label("thread", ("writer", "loader", "node")),
     ),
     counter("io_deadline_exceeded", "batches", "I/O batches not complete at their deadline."),
     counter("checksum_failures", "pages", "Pages whose data does not match their checksum or tag."),
@@ -433,7 +438,9 @@ BATCH_METRICS: Final[tuple[Metric, ...]] = (
 )
 """Metrics of the Batch API. They live in the API server, not in the engine."""
 
-BY_NAME: Final[dict[str, Metric]] = {metric.name: metric for metric in (*METRICS, *BATCH_METRICS)}
+BY_NAME: Final[dict[str, Metric]] = {
+    metric.name: metric for metric in (*METRICS, *BATCH_METRICS, *NODE_SERVER_METRICS)
+}
 
 
 def metric_key(name: str, labels: dict[str, str]) -> str:
@@ -639,6 +646,11 @@ class Counters:
     def take_gained(self) -> dict[str, float]:
         """Take the gains of counters since the last call; new ones also if that is nothing."""
         return self._counted.take()
+
+    def gauges(self) -> dict[str, float]:
+        """All gauges, a copy."""
+        with self._lock:
+            return dict(self._gauges)
 
     def take_gauges(self) -> dict[str, float]:
         """Gauges that have another value than at the last call."""

@@ -52,6 +52,14 @@ class WaitReason(Enum):
         "There is room, or no other request holds blocks.",
         "the drives: see `load_failures`",
     )
+    ELSEWHERE = (
+        "elsewhere",
+        "reuse",
+        "Another request, of any engine of the node, is computing blocks that it begins with.",
+        "They are stored; or the other one stores nothing for 2 s, has ended, or takes longer "
+        "than computing them here would.",
+        "none",
+    )
     NEW_SLOTS = (
         "new_slots",
         "page",

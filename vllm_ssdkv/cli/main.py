@@ -23,7 +23,9 @@ from vllm_ssdkv.cli.doctor.doctor import doctor
 from vllm_ssdkv.cli.fpga import fpga
 from vllm_ssdkv.cli.monitor import dashboard
 from vllm_ssdkv.cli.monitor.top import top
+from vllm_ssdkv.cli.node import node
 from vllm_ssdkv.cli.plan.plan import plan
+from vllm_ssdkv.cli.pool import pool
 from vllm_ssdkv.cli.profile.profile import profile
 from vllm_ssdkv.cli.reproduce.reproduce import reproduce
 from vllm_ssdkv.cli.store.fsck import fsck
@@ -64,6 +66,8 @@ app.add_typer(config.app, name="config")
 app.add_typer(dashboard.app, name="dashboard")
 app.add_typer(docs.app, name="docs")
 app.add_typer(fpga.app, name="fpga")
+app.add_typer(pool.app, name="pool")
+app.add_typer(node.app, name="node")
 
 
 def _print_version(wanted: bool) -> None:

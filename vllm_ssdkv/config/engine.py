@@ -55,6 +55,15 @@ from vllm_ssdkv.config.sparse import LEAST_CHOOSING, ScorerName, SparseConfig
 SelectorName = Literal["exact", "bounds", "spread", "sparf", "adaptive", "swarm", "window"]
 MIN_CAPACITY: Final = 16 * MIB
 MAX_DEVICES: Final = 64
+MAX_NODES: Final = 64
+"""Addresses that the option ``nodes`` may have; an engine uses one."""
+
+_OF_A_STORE: Final = (
+    *("devices", "replicas", "state_dir", "recover", "dram_gib", "admission", "trim"),
+    "encryption",
+)
+"""Options of a store, which a node has in place of its engines."""
+
 MAX_DRAM_GIB: Final = 65536
 WINDOW: Final = 1024
 """Tokens, by default."""
@@ -66,7 +75,7 @@ SPARSE_WINDOW: Final = 256
 # the number inside `int | None` instead of to what the validator returned, which may be None.
 
 
-def _gib_or_none(value: object) -> object:
+def gib_or_none(value: object) -> object:
     """A text becomes GiB; anything else is left to the type check."""
     if isinstance(value, str):
         if value.strip().replace(".", "", 1).isdigit():
@@ -232,7 +241,7 @@ class SSDKVConfig(OptionModel):
             description="Memory of the DRAM tier of this engine, shared equally "
             "by its workers. Includes io.staging.",
         ),
-        BeforeValidator(_gib_or_none, json_schema_input_type=float | str | None),
+        BeforeValidator(gib_or_none, json_schema_input_type=float | str | None),
         Reason(
             "null: 10 % of the available memory, at most 4 GiB, so that a first try starves "
             "nothing else on the machine; more, up to half of it, where blocks are so large."
@@ -359,6 +368,27 @@ class SSDKVConfig(OptionModel):
         IoConfig,
         Field(description="How bytes move between the devices and memory."),
     ] = IoConfig()
+    nodes: Annotated[
+        tuple[str, ...],
+        Allowed('a list of one address, such as ["unix:///run/ssdkv.sock"] or a tcp:// one'),
+        Field(
+            strict=False,
+            max_length=MAX_NODES,
+            description="The node (`ssdkv node run`) that keeps the store, for all engines that "
+            "name it, in place of a store of this engine's own. Mode `reuse` only. Drives and "
+            "memory are then options of the node, and are refused here; docs/nodes.md.",
+        ),
+        Reason("Empty: the engine keeps its own store, which needs no other process."),
+    ] = ()
+    node_keys: Annotated[
+        PathText | None,
+        Allowed(PATH_TEXT),
+        Field(
+            description="Directory with the keys that `ssdkv node keys` made for engines. Needed "
+            "for a node at a tcp:// address that is not of this machine alone."
+        ),
+        Reason("null: a Unix socket is protected by its file's mode."),
+    ] = None
     batch: Annotated[
         BatchConfig,
         Field(description="Limits of the Files and Batches API."),
@@ -429,6 +459,7 @@ class SSDKVConfig(OptionModel):
                 f'selector: "{self.selector}" needs mode "page"; mode "{self.mode}" loads whole '
                 "prefixes, and never changes a result"
             )
+        lines.extend(self._node_problems())
         if self.offload is not None:
             lines.extend(self._offload_problems())
         tokens = self.sparse.budget_tokens
@@ -462,6 +493,25 @@ class SSDKVConfig(OptionModel):
         if lines:
             raise ValueError("\n".join(lines))
         return self
+
+    def _node_problems(self) -> Iterator[str]:
+        if not self.nodes:
+            if self.node_keys is not None:
+                yield "node_keys: has no meaning without nodes: name a node there, or leave it out"
+            return
+        if len(self.nodes) > 1:
+            yield (
+                f"nodes: {len(self.nodes)} addresses are given; an engine uses one node: name that"
+            )
+        if self.mode != "reuse":
+            yield (
+                f'nodes: mode "{self.mode}" reads contexts from a store of its own: leave out '
+                'nodes, or set mode "reuse"'
+            )
+        given: list[str] = [name for name in _OF_A_STORE if name in self.model_fields_set]
+        given += [f"io.{name}" for name in sorted(self.io.model_fields_set - {"deadline"})]
+        for name in given:
+            yield f"{name}: is an option of the node where there are nodes: set it there"
 
     def _offload_problems(self) -> Iterator[str]:
         if self.mode != "page":

@@ -68,6 +68,8 @@ class Flush:
     slots: SlotArray
     epochs: NDArray[np.int64]
     keys: tuple[bytes, ...]
+    bound: bool = True
+    """False: the keys are nobody's."""
 
     @classmethod
     def of(cls, items: Sequence[tuple[int, int, bytes]]) -> Flush:
@@ -81,7 +83,7 @@ class Flush:
     def under_keys_of_nobody(self) -> Flush:
         """The same with random keys: nobody finds what these slots hold."""
         keys = tuple(os.urandom(len(key)) for key in self.keys)
-        return Flush(self.slots, self.epochs, keys)
+        return Flush(self.slots, self.epochs, keys, bound=False)
 
 
 _NONE = np.zeros(0, dtype=np.int64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from vllm_ssdkv.base.errors import ConfigError, UnsupportedError
-from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import MIB, approximate_size, format_size
 from vllm_ssdkv.config.effects import without_effect
 from vllm_ssdkv.config.engine import SSDKVConfig
@@ -31,6 +31,7 @@ from vllm_ssdkv.connector.model_layout import (
     kv_layout,
 )
 from vllm_ssdkv.connector.names import BATCH_PLUGIN, RECOMPUTE
+from vllm_ssdkv.connector.node_startup import open_remote_index, open_remote_store
 from vllm_ssdkv.connector.scheduler.admission_slots import AdmissionSlots
 from vllm_ssdkv.connector.scheduler.identities import RankIdentities
 from vllm_ssdkv.connector.scheduler.load_or_recompute import LoadOrRecompute
@@ -38,17 +39,16 @@ from vllm_ssdkv.connector.scheduler.scheduler import SSDKVScheduler
 from vllm_ssdkv.connector.scheduler.scheduler_parts import EngineFacts, SchedulerStore
 from vllm_ssdkv.connector.scheduler.speculation import Speculation
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
-from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
 from vllm_ssdkv.connector.worker.amx import request_amx
 from vllm_ssdkv.connector.worker.block_comparison import element_type
+from vllm_ssdkv.connector.worker.node_rank import NodeRank
+from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank, RankAccess
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 from vllm_ssdkv.connector.x_settings import why_x_does_not_pay, x_shape
-from vllm_ssdkv.store.devices.wear import WearLedger
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import round_up
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
-from vllm_ssdkv.store.open_store import OpenStore
-from vllm_ssdkv.store.placement.placement import Placement
+from vllm_ssdkv.store.write_policy import open_write_policy
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -74,6 +74,7 @@ def _identify(
     replica = parallel.data_parallel_index if parallel.data_parallel_size > 1 else None
     # The engine's id may be one that the user gave it, for ever.
     run = f"{vllm_config.kv_transfer_config.engine_id} {vllm_config.instance_id}"
+    run += "" if replica is None else f" dp{replica}"
     model = str(vllm_config.model_config.model)
     name = directory_name(model, vllm_config.model_config.revision)
     place = StorePlace(
@@ -102,32 +103,63 @@ def open_worker(
     found = _identify(config, vllm_config, kv_cache_config)
     _check_backend(config, vllm_config, kv_cache_config)
     rank = int(get_tensor_model_parallel_rank())
-    counters = found.place.counters
     if vllm_config.device_config.device_type == "cpu":
-        request_amx(counters)
-    contexts = _context_blocks(config, found.layout, vllm_config, kv_cache_config)
+        request_amx(found.place.counters)
     with ExitStack() as stack:
-        opened = open_rank(found.place, rank, counters, contexts)
-        stack.callback(opened.close)
+        if config.nodes:
+            node, layout = _reach_node(config, found, rank)
+            access: RankAccess = node
+            tell_weights = node.tell_weights
+        else:
+            contexts = _context_blocks(config, found.layout, vllm_config, kv_cache_config)
+            access, layout = _open_files(config, found, rank, contexts), found.layout
+            tell_weights = functools.partial(found.place.tell_weights, rank)
+        stack.callback(access.close)
+        layers = context_layers(vllm_config, layout) if config.mode == "page" else ()
+        modules = vllm_config.compilation_config.static_forward_context
+        model = LoadedModel(
+            (modules[name] for name in layout.all_layers),
+            functools.partial(digest_of_files, vllm_config),
+        )
+        shape = x_shape(config, vllm_config)
+        x_layers = [] if shape is None else [modules[n] for n in layout.layer_names]
+        worker = SSDKVWorker(config, layout, access, layers, model, tell_weights, x_layers, shape)
+        stack.pop_all()
+    return worker
+
+
+def _open_files(config: SSDKVConfig, found: _Identity, rank: int, contexts: int) -> EmbeddedRank:
+    """This rank's part of a store in this process."""
+    counters = found.place.counters
+    opened = open_rank(found.place, rank, counters, contexts)
+    try:
         counters.start_at_zero(opened.files.health.paths)
         engine = opened.files.engine.name
         counters.set("info", 1, mode=config.mode, io_engine=engine, selector=config.selector)
         if rank == 0:
-            logger.info("%s", _summary(config, found, opened, contexts))
-        layers = context_layers(vllm_config, found.layout) if config.mode == "page" else ()
-        modules = vllm_config.compilation_config.static_forward_context
-        model = LoadedModel(
-            (modules[name] for name in found.layout.all_layers),
-            functools.partial(digest_of_files, vllm_config),
-        )
-        tell_weights = functools.partial(found.place.tell_weights, rank)
-        shape = x_shape(config, vllm_config)
-        x_layers = [] if shape is None else [modules[n] for n in found.layout.layer_names]
-        worker = SSDKVWorker(
-            config, found.layout, opened, layers, model, tell_weights, x_layers, shape
-        )
-        stack.pop_all()
-    return worker
+            lines = opened.describe()
+            if opened.plan.summary_rows:
+                tokens = found.layout.block_tokens
+                lines.append(
+                    f"choosing from contexts of {opened.plan.summary_rows * tokens} tokens at a "
+                    f"time; requests that can run have up to {contexts * tokens}"
+                )
+            logger.info("%s", _summary(config, found, lines))
+    except BaseException:
+        opened.close()
+        raise
+    return EmbeddedRank(opened)
+
+
+def _reach_node(config: SSDKVConfig, found: _Identity, rank: int) -> tuple[NodeRank, KVLayout]:
+    """This rank's part of a store that a node has, and the layout of slots there."""
+    counters = found.place.counters
+    store, layout = open_remote_store(config, found.place, found.layout, rank, counters)
+    counters.start_at_zero(())
+    counters.set("info", 1, mode=config.mode, io_engine="node", selector=config.selector)
+    if rank == 0:
+        logger.info("%s", _summary(config, found, store.describe()))
+    return NodeRank(store, counters, rank), layout
 
 
 def _context_blocks(
@@ -163,10 +195,14 @@ def open_scheduler(
         transfer.kv_load_failure_policy = RECOMPUTE
     config = _with_hits_to_verify(config, found.layout)
     settings = kv_settings(vllm_config, str(kv_cache_config.kv_cache_layout))
-    identities = RankIdentities(settings, found.place.bind(settings))
     max_model_len = vllm_config.model_config.max_model_len
     with ExitStack() as stack:
-        store = _open_store(config, found, stack)
+        if config.nodes:
+            store, weights = open_remote_index(config, found.place, found.layout, stack)
+        else:
+            weights = found.place.bind(settings)
+            store = _open_store(config, found, stack)
+        identities = RankIdentities(settings, weights)
         if config.mode == "page":
             _check_room(found, store, max_model_len)
         engine = EngineFacts(
@@ -225,7 +261,7 @@ def _open_store(config: SSDKVConfig, found: _Identity, stack: ExitStack) -> Sche
     index, rebalancer = open_index(found.place, counters)
     stack.callback(index.close)
     stack.callback(rebalancer.close)
-    policy = _write_policy(config, found, rebalancer.placement, index.num_slots, counters)
+    policy = open_write_policy(found.place, rebalancer.placement, index.num_slots, counters)
     stack.callback(policy.close)
     manifest = found.place.stored()
     return SchedulerStore(
@@ -248,9 +284,9 @@ def _check_room(found: _Identity, store: SchedulerStore, max_model_len: int) -> 
     """
     block_tokens = found.layout.block_tokens
     longest = max_model_len // block_tokens + 1
-    gauges, growth = store.index.gauges(), store.rebalancer.growth
+    gauges = store.index.gauges()
     slots = gauges["free"] + gauges["evictable"]  # a suspended store gives up nothing
-    slots += 0 if growth is None else growth.to_come
+    slots += store.rebalancer.slots_to_come
     if slots >= longest:
         return
     if store.suspension:
@@ -292,29 +328,6 @@ def check_failure_policy(vllm_config: VllmConfig) -> None:
         )
 
 
-def _write_policy(
-    config: SSDKVConfig,
-    found: _Identity,
-    placement: Placement,
-    num_slots: int,
-    counters: Counters,
-) -> WritePolicy:
-    manifest = found.place.stored()
-    # A data file that was not made yet has no UUID: its path names it until the next start.
-    names = [device.files[0] or device.path for device in manifest.devices]
-    ranks = found.layout.tp_size
-    bytes_on = [placement.device_bytes(d) for d in range(placement.devices)]
-    share = [ranks * nbytes / max(1, placement.slots) for nbytes in bytes_on]
-    given = dict(zip(found.place.paths, config.devices, strict=False))  # none, by default
-    devices = [given.get(d.path) if d.present else None for d in manifest.devices]
-    wear = WearLedger(found.place.state, names, counters)
-    try:
-        return WritePolicy(config, devices, wear, share, num_slots, counters)
-    except BaseException:
-        wear.close()
-        raise
-
-
 def _check_backend(
     config: SSDKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> None:
@@ -339,18 +352,13 @@ def _check_backend(
     )
 
 
-def _summary(config: SSDKVConfig, found: _Identity, opened: OpenStore, contexts: int) -> str:
+def _summary(config: SSDKVConfig, found: _Identity, store: Sequence[str]) -> str:
     layout = found.layout
     window = f", window {config.window_tokens} tokens in HBM" if config.mode == "page" else ""
     lines = [
         f"mode {config.mode}, selector {config.selector}{window}, blocks of "
         f"{layout.block_tokens} tokens in {approximate_size(layout.geometry.slot_bytes)} per rank, "
         f"{layout.tp_size} rank(s), fingerprint {found.fingerprint.digest.hex()[:12]}",
-        *opened.describe(),
+        *store,
     ]
-    if opened.plan.summary_rows:
-        lines.append(
-            f"choosing from contexts of {opened.plan.summary_rows * layout.block_tokens} tokens at "
-            f"a time; requests that can run have up to {contexts * layout.block_tokens}"
-        )
     return "SSDKV\n" + "\n".join(f"  {line}" for line in lines)

@@ -11,7 +11,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from uuid import UUID, uuid4
@@ -117,7 +117,7 @@ class StorePlace:
         self.fingerprint = fingerprint
         self.tp_size = tp_size
         self.run = run or str(uuid4())
-        self.model = model
+        self.model, self.name = model, name
         self.key = None if config.encryption is None else read_key(config.encryption)
         if geometry.encrypted != (self.key is not None):
             raise ValueError(f"geometry of encrypted slots: {geometry.encrypted}")
@@ -369,7 +369,12 @@ def _make_directory(path: Path, *, parents: bool) -> None:
 
 
 def open_rank(
-    place: StorePlace, rank: int, counters: Counters, contexts: int | None = None
+    place: StorePlace,
+    rank: int,
+    counters: Counters,
+    contexts: int | None = None,
+    *,
+    memory: Callable[[int], Arena] = Arena,
 ) -> OpenStore:
     """Open, lock and claim this rank's data files, then start the engine. Blocks on I/O.
 
@@ -378,6 +383,7 @@ def open_rank(
         rank: Whose files.
         counters: What devices do is counted here.
         contexts: Slots from which running requests choose at most; None: all.
+        memory: Makes the arena, of so many bytes.
 
     Raises:
         StoreLockedError: another engine uses the directory.
@@ -390,19 +396,7 @@ def open_rank(
     manifest = place.manifest()
     geometry = place.geometry
     placement = placement_of(manifest)
-    choice = None
-    if geometry.summary_pages:
-        sparse = place.config.sparse
-        choice = SparseMemory(
-            place.config.page_tokens,
-            manifest.numbers,
-            sparse.page_cache,
-            sparse.summaries,
-            sparse.page_policy,
-            sparse.channel_pages,
-            contexts,
-            sparse.budget,
-        )
+    choice = _sparse_memory(place.config, manifest, contexts) if geometry.summary_pages else None
     plan = MemoryPlan.of(
         geometry,
         place.config.dram_bytes(place.tp_size),
@@ -418,7 +412,7 @@ def open_rank(
         counters.set("device_state", 0, device=path)
     with ExitStack() as stack:
         opened = _open_devices(place, manifest, rank, counters, stack)
-        arena = Arena(plan.nbytes)
+        arena = memory(plan.nbytes)
         stack.callback(arena.close)
         codec = place.codec(rank, arena)
         engine = open_engine(
@@ -451,6 +445,21 @@ def open_rank(
         found = OpenStore(files, opened, arena, plan, manifest.numbers, capacities, place.key_id)
         stack.pop_all()
     return found
+
+
+def _sparse_memory(config: SSDKVConfig, manifest: Manifest, contexts: int | None) -> SparseMemory:
+    """Needs of requests that choose, in DRAM."""
+    sparse = config.sparse
+    return SparseMemory(
+        config.page_tokens,
+        manifest.numbers,
+        sparse.page_cache,
+        sparse.summaries,
+        sparse.page_policy,
+        sparse.channel_pages,
+        contexts,
+        sparse.budget,
+    )
 
 
 def _open_devices(

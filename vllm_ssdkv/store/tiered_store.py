@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -145,6 +145,8 @@ class TieredStore:
         self._contexts: dict[str, NDArray[np.int64]] = {}
         self._stream: ContextStream | None = None
         self._x_stream: ContextStream | None = None
+        self._block_tokens = block_tokens
+        self._more_loaders: list[PrefixLoader] = []
         self._used = time.monotonic()
         self._scrubber: Scrubber | None = None
         with ExitStack() as stack:  # last, since these are threads
@@ -230,6 +232,16 @@ class TieredStore:
             found[i] = new
         return found
 
+    @property
+    def save_frames(self) -> FrameCache:
+        """Frames that :meth:`reserve_frames` gives."""
+        return self.frames
+
+    @property
+    def load_frames(self) -> FrameCache:
+        """Frames that hits are copied from."""
+        return self.frames
+
     # ---- write path ----
 
     def reserve_frames(
@@ -261,9 +273,15 @@ class TieredStore:
         return held
 
     def flush(
-        self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: Sequence[bytes]
+        self,
+        slots: NDArray[np.int64],
+        epochs: NDArray[np.int64],
+        keys: Sequence[bytes],
+        *,
+        bound: bool = True,
     ) -> None:
-        """Write held slots to the devices in the background."""
+        """Write held slots to the devices in the background. ``bound``: False where the keys are
+        nobody's, which the index has to know, not this store."""
         self._writer.flush(
             Pending(slot, epoch, key)
             for slot, epoch, key in zip(slots.tolist(), epochs.tolist(), keys, strict=True)
@@ -338,7 +356,43 @@ class TieredStore:
         """(slot, epoch) pairs written and failed since the last call."""
         return self._writer.take_results()
 
+    def wait_write_results(self, timeout_s: float) -> bool:
+        """Wait until :meth:`take_write_results` has something to give, or the store is closed;
+        False when the time ran out."""
+        return self._writer.wait_results(timeout_s)
+
     # ---- load path ----
+
+    def open_loader(self, copy_in: CopyIn, on_end: Callable[[LoadOutcome], None]) -> PrefixLoader:
+        """One more loader over the same frames and devices, beside the others, for somebody with
+        blocks of his own, which ``copy_in`` fills. ``on_end`` is told each outcome in the loader's
+        thread. :meth:`close_loader` ends it.
+
+        Raises:
+            ValueError: slots are paged: there is memory for the headers of one loader only.
+        """
+        if self.files.geometry.kind != "opaque":
+            raise ValueError("slots of pages: one loader is all that there can be")
+        headers = BufferPool(0, self.files.geometry.header_bytes, 0)
+        loader = PrefixLoader(
+            self.files,
+            self.frames,
+            self._seals,
+            headers,
+            copy_in,
+            self._block_tokens,
+            on_end=on_end,
+        )
+        self._more_loaders.append(loader)
+        return loader
+
+    def close_loader(self, loader: PrefixLoader, timeout_s: float) -> bool:
+        """End a loader of :meth:`open_loader`; False when a read of it did not end in time: frames
+        of that stay out of use. Blocks."""
+        ended = loader.close(timeout_s)
+        if ended:
+            self._more_loaders.remove(loader)
+        return ended
 
     def load(self, job: LoadJob, *, whole: bool = False) -> None:
         """Bring a hit in, in the background. ``whole``: it will be attended to as a whole, in every
@@ -361,7 +415,8 @@ class TieredStore:
 
     def busy(self) -> bool:
         """Check whether writes or loads are under way."""
-        return self._writer.pending() > 0 or self._loader.running() > 0
+        loaders = (self._loader, *self._more_loaders)
+        return self._writer.pending() > 0 or any(loader.running() > 0 for loader in loaders)
 
     def idle(self) -> bool:
         """Check whether nothing is under way, and nobody has asked for anything for a while."""
@@ -508,6 +563,15 @@ class TieredStore:
             self._hot,
         )
 
+    def frame_gauges(self) -> dict[str, int]:
+        """Frames that DRAM has, those in use and those not written, by metric."""
+        there, frames = self.open_frames, self.frames
+        return {
+            "dram_frames": there,
+            "dram_frames_used": there - frames.count(FrameState.FREE),
+            "dram_frames_dirty": frames.count(FrameState.HELD, FrameState.WRITING),
+        }
+
     def choice_gauges(self) -> dict[str, int]:
         """Single pages and summaries that memory holds, and has room for, by metric."""
         pages, summaries = self._pages, self._summaries
@@ -532,7 +596,8 @@ class TieredStore:
         timeout = self.files.deadline_s
         ended = self._scrubber is None or self._scrubber.close(timeout)
         ended = self._writer.close(timeout) and ended
-        ended = self._loader.close(timeout) and ended
+        for loader in (self._loader, *self._more_loaders):
+            ended = loader.close(timeout) and ended
         ended = self._verifier.close(timeout) and ended
         ended = self.files.engine.close(timeout) and ended
         if ended and not read_elsewhere:

@@ -1,4 +1,4 @@
-"""What stands beside the papers' rows: pools of storage nodes, and prompts that are stored."""
+"""Pools of storage nodes and loads of stored prompts, which stand beside the papers' rows."""
 
 from __future__ import annotations
 

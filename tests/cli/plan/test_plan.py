@@ -202,7 +202,7 @@ vllm:request_prompt_tokens_bucket{engine="0",le="5000.0"} 4.0
 vllm:request_prompt_tokens_bucket{engine="0",le="+Inf"} 4.0
 vllm:request_prompt_tokens_count{engine="0"} 4.0
 vllm:request_prompt_tokens_sum{engine="0"} 4000.0
-vllm:request_generation_tokens_bucket{engine="0",le="50.0"} 4.0
+vllm:request_generation_tokens_bucket{engine="0",le="20.0"} 3.0
 vllm:request_generation_tokens_bucket{engine="0",le="+Inf"} 4.0
 vllm:request_generation_tokens_count{engine="0"} 4.0
 vllm:request_generation_tokens_sum{engine="0"} 100.0

@@ -142,12 +142,23 @@ def adapter(configs: Configs) -> Simulation:
     return run
 
 
+def elsewhere(configs: Configs) -> Simulation:
+    """Another engine of the node computes its blocks, for as long as it is asked five times."""
+    run = Simulation(configs["reuse"], slots=60, hbm_blocks=60)
+    answers = iter([True] * 5)
+    run.index.awaits = lambda *_: next(answers, False)  # type: ignore[method-assign]  # as a node
+    run.add("waits", prompt(40), 4)
+    steps(run, 4)
+    return run
+
+
 SITUATIONS: dict[WaitReason, Callable[[Configs], Simulation]] = {
     WaitReason.ADAPTER: adapter,
     WaitReason.HBM: hbm,
     WaitReason.HBM_TURN: hbm_turn,
     WaitReason.RETRY_TURN: retry_turn,
     WaitReason.RETRY_HBM: retry_hbm,
+    WaitReason.ELSEWHERE: elsewhere,
     WaitReason.NEW_SLOTS: new_slots,
     WaitReason.SLOTS: slots,
     WaitReason.SEATS: seats,

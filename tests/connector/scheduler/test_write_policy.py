@@ -18,9 +18,8 @@ from tests.e2e.models import make_llama
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import GIB, MIB
 from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
-from vllm_ssdkv.connector.startup import _write_policy
 from vllm_ssdkv.store.devices.wear import WearLedger
+from vllm_ssdkv.store.write_policy import WritePolicy, open_write_policy
 
 DAY = 86400.0
 BUDGET = 16 * MIB
@@ -136,13 +135,16 @@ def test_options_stay_with_their_device_when_another_one_is_missing(tmp_path: Pa
     config = SSDKVConfig.from_extra_config({"devices": devices})
     there = [SimpleNamespace(path=b, files=["1"], present=True)]
     away = [SimpleNamespace(path=a, files=["2"], present=False)]
-    place = SimpleNamespace(
-        paths=(a, b), state=tmp_path, stored=lambda: SimpleNamespace(devices=there + away)
+    place: Any = SimpleNamespace(
+        paths=(a, b),
+        state=tmp_path,
+        stored=lambda: SimpleNamespace(devices=there + away),
+        config=config,
+        tp_size=1,
     )
-    found: Any = SimpleNamespace(place=place, layout=SimpleNamespace(tp_size=1))
     placement: Any = SimpleNamespace(devices=2, device_bytes=lambda _: 1000, slots=1)
     counters = Counters()
-    policy = _write_policy(config, found, placement, 100, counters)
+    policy = open_write_policy(place, placement, 100, counters)
     policy.wrote([(0, 10**12)])
     assert not policy.used_up(10**9)
     policy.update_gauges([b, a])

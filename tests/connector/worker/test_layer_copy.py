@@ -27,6 +27,7 @@ from vllm_ssdkv.connector.kv_layout import KVLayout, block_layout, paged_geometr
 from vllm_ssdkv.connector.messages import ContextDelta, CopyToDram, Flush, Row, StepPlan
 from vllm_ssdkv.connector.worker.block_copy import BlockPort, OpaquePort, PagedPort
 from vllm_ssdkv.connector.worker.layer_copy import LEAST_BYTES, MOST_WAITING, LayerCopier
+from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache, FrameState
@@ -423,11 +424,11 @@ def worker(tmp_path: Path) -> Iterator[SSDKVWorker]:
     )
     geometry = paged_geometry(config, LAYERS, HEADS, SIZE, TOKENS, torch.float32)
     place = StorePlace(config, geometry, Fingerprint({"model": "none"}), tp_size=1)
-    opened = open_rank(place, 0, place.counters, 0)
     TREE.install()
     root = torch.nn.Sequential(torch.nn.Linear(2, 2))
     model = LoadedModel(root, str)
-    made = SSDKVWorker(config, layout_of(geometry), opened, range(LAYERS), model, lambda _: None)
+    access = EmbeddedRank(open_rank(place, 0, place.counters, 0))
+    made = SSDKVWorker(config, layout_of(geometry), access, range(LAYERS), model, lambda _: None)
     caches = {name: torch.randn(BLOCKS, HEADS * TOKENS * SIZE * 2) for name in NAMES}
     made.register(caches)
     assert made.layers is not None

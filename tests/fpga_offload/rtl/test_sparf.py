@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -86,7 +86,7 @@ def same(backend: RtlsimBackend, call: SparfCall) -> None:
 )
 def test_the_choice_is_the_selectors(
     problem: Contexts,
-    granularity: str,
+    granularity: Literal["token", "page"],
     share: float,
     channels: int,
     together: int,
@@ -94,9 +94,10 @@ def test_the_choice_is_the_selectors(
     rest: bool,
 ) -> None:
     kernels = CpuScoringKernels(1)
-    kind = "page" if granularity == "page" else "token"
     budget = Budget(share=share)
-    selector = SparfSelector(budget, channels, kind, sinks, kernels, together, estimate_rest=rest)
+    selector = SparfSelector(
+        budget, channels, granularity, sinks, kernels, together, estimate_rest=rest
+    )
     same_choice(problem, selector, stalled)
 
 

@@ -29,7 +29,7 @@ mine:
 
 
 def test_everything_that_the_package_describes_has_sources() -> None:
-    assert {f"{kind.kind}.yaml" for kind in KINDS} | {"models.yaml"} == {
+    assert {f"{kind.kind}.yaml" for kind in KINDS} | {"models.yaml", "node_protocol.json"} == {
         path.name for path in DATA.iterdir()
     }
     for kind in KINDS:

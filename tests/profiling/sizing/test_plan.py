@@ -165,6 +165,14 @@ def test_a_model_without_plain_attention_has_no_page_mode() -> None:
     assert any("mode page serves attention layers that are alike" in one for one in made.refused)
 
 
+def test_a_model_without_kv_has_no_plan() -> None:
+    shape = {"model_type": "mamba2", "num_hidden_layers": 2, "hidden_size": 256, "num_heads": 8}
+    shape |= {"state_size": 16, "head_dim": 64, "n_groups": 1, "expand": 2, "conv_kernel": 4}
+    model = ModelShape.of({**shape, "dtype": "bfloat16"}, name="states")
+    with pytest.raises(ConfigError, match="states: no layer has KV"):
+        make_plan(replace(sizing(), model=model), Wish())
+
+
 def test_options_are_those_that_the_engine_takes(tmp_path: Path) -> None:
     on = replace(machine(), paths=(str(tmp_path / "a"), str(tmp_path / "b")))
     made = make_plan(replace(sizing(200_000, at_a_time=2), machine=on), Wish(), selectors=["exact"])

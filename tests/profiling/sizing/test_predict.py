@@ -100,6 +100,7 @@ def test_misses_are_bold(tmp_path: Path) -> None:
     text = section(file)
     assert "1 of 1 within 20%" in text
     assert "1.0 to 3.0" in text
+    assert "Not measured: exact, 1 drives" in " ".join(text.split())
 
 
 def test_files_that_are_no_runs(tmp_path: Path) -> None:

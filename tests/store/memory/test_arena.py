@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import logging
+import mmap
 import os
 import re
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 
 from vllm_ssdkv import _io
 from vllm_ssdkv.base.errors import StoreError
-from vllm_ssdkv.store.memory.arena import HUGE_PAGE, Arena
+from vllm_ssdkv.store.memory.arena import HUGE_PAGE, Arena, SharedArena
 
 PAGE = 4096
 MIB = 1 << 20
@@ -203,3 +204,29 @@ def test_a_view_keeps_the_memory_after_close() -> None:
     del view
     gc.collect()
     assert mapped(address) is None
+
+
+def test_others_read_a_shared_arena_and_cannot_write_to_it() -> None:
+    arena = SharedArena(MIB)
+    arena.view(PAGE, 4)[:] = 7
+    other = mmap.mmap(arena.fd, MIB, prot=mmap.PROT_READ)
+    assert other[PAGE : PAGE + 4] == b"\7\7\7\7"
+    again = os.open(f"/proc/self/fd/{arena.fd}", os.O_RDWR)
+    for write in (
+        lambda: mmap.mmap(arena.fd, MIB),
+        lambda: os.pwrite(again, b"x", 0),
+        lambda: os.ftruncate(again, PAGE),
+    ):
+        with pytest.raises(PermissionError):
+            write()
+    os.close(again)
+    arena.view(0, 2)[:] = 5
+    arena.close()
+    arena.close()
+    assert other[:2] == b"\5\5", "who has mapped it keeps it"
+
+
+@pytest.mark.parametrize("nbytes", [0, 4095, -4096])
+def test_a_shared_arena_has_whole_pages(nbytes: int) -> None:
+    with pytest.raises(ValueError, match="multiple of 4096"):
+        SharedArena(nbytes)

@@ -20,8 +20,8 @@ from vllm_ssdkv.base import host
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.connector.metrics.index_metrics import IndexMetrics
 from vllm_ssdkv.store.index.slot_index import SlotIndex
+from vllm_ssdkv.store.index_metrics import IndexMetrics
 from vllm_ssdkv.store.maintenance.catalog import summarize
 from vllm_ssdkv.store.maintenance.offline_store import find_store
 from vllm_ssdkv.store.open import StorePlace, open_index

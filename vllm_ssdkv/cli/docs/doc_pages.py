@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from pydantic import BaseModel
+
 from vllm_ssdkv.base.metric import Metric
 from vllm_ssdkv.base.metrics import BATCH_METRICS, METRICS
+from vllm_ssdkv.base.metrics_node_server import NODE_SERVER_METRICS
 from vllm_ssdkv.base.wait_reason import WaitReason
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.schema import walk
@@ -62,6 +65,14 @@ These are counted in the API server and have no labels but those named. They app
 """
 
 
+_NODE_METRICS_INTRO: Final = """\
+## Nodes
+
+A node ([nodes.md](nodes.md)) shows these on a port of its own, and those above of its stores, with
+the labels `model_name` and `store` beside those named there.
+"""
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
@@ -72,8 +83,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines)
 
 
-def options_page() -> str:
-    """Text of ``docs/options.md``."""
+def options_table(model: type[BaseModel]) -> str:
+    """Every option of a model, one row each."""
     rows = [
         (
             f"`{option.path}`",
@@ -82,10 +93,14 @@ def options_page() -> str:
             "required" if option.default is None else f"`{option.default}`",
             option.reason,
         )
-        for option in walk(SSDKVConfig)
+        for option in walk(model)
     ]
-    head = ("Option", "Meaning", "Allowed", "Default", "Why this default")
-    return f"{NOTICE}\n\n{_OPTIONS_INTRO}\n{table(head, rows)}\n"
+    return table(("Option", "Meaning", "Allowed", "Default", "Why this default"), rows)
+
+
+def options_page() -> str:
+    """Text of ``docs/options.md``."""
+    return f"{NOTICE}\n\n{_OPTIONS_INTRO}\n{options_table(SSDKVConfig)}\n"
 
 
 def _labels_text(metric: Metric) -> str:
@@ -144,7 +159,9 @@ def metrics_page() -> str:
         f"{of_batches}, and never\nmore: no label's values come from requests."
     )
     batch_head, batch_rows = head[:-1], [row[:-1] for row in _metric_rows(BATCH_METRICS)]
+    node_rows = [row[:-1] for row in _metric_rows(NODE_SERVER_METRICS)]
     return (
         f"{NOTICE}\n\n{_METRICS_INTRO}\n{bounded}\n\n{table(head, _metric_rows(METRICS))}\n\n"
-        f"{_BATCH_METRICS_INTRO}\n{table(batch_head, batch_rows)}\n"
+        f"{_BATCH_METRICS_INTRO}\n{table(batch_head, batch_rows)}\n\n"
+        f"{_NODE_METRICS_INTRO}\n{table(batch_head, node_rows)}\n"
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -14,14 +15,17 @@ from vllm_ssdkv.cli.docs.command_page import commands_page
 from vllm_ssdkv.cli.docs.doc_pages import (
     metrics_page,
     options_page,
+    options_table,
     waits_table,
     with_section,
 )
 from vllm_ssdkv.cli.docs.fpga_page import fpga_page
 from vllm_ssdkv.cli.docs.papers_page import papers_page
+from vllm_ssdkv.config.node import NodeConfig
+from vllm_ssdkv.config.pool import PoolConfig
 from vllm_ssdkv.fpga_offload.generate import FILES, tables
 from vllm_ssdkv.profiling.gpu_pack.page import gpu_page
-from vllm_ssdkv.profiling.sizing.validate import section
+from vllm_ssdkv.profiling.sizing.validate import section as section_of_runs
 
 app = typer.Typer(no_args_is_help=True, help="Write or check the generated pages.")
 
@@ -33,6 +37,13 @@ _Directory = Annotated[
         help="Folder of the pages, docs/ of the repository.",
     ),
 ]
+
+_SECTIONS: Final[dict[str, tuple[str, Callable[[], str]]]] = {
+    "operations.md": ("waits", waits_table),
+    "nodes.md": ("node", partial(options_table, NodeConfig)),
+    "deploy.md": ("pool", partial(options_table, PoolConfig)),
+}
+"""Pages that are written by hand, each with a section that is generated."""
 
 
 def pages(directory: Path) -> dict[str, str]:
@@ -46,14 +57,14 @@ def pages(directory: Path) -> dict[str, str]:
         "options.md": options_page(),
         "papers.md": papers_page(),
     }
-    operations = directory / "operations.md"
-    if operations.is_file():
-        text = operations.read_text(encoding="utf-8")
-        found[operations.name] = with_section(text, "waits", waits_table())
+    for name, (section, content) in _SECTIONS.items():
+        page = directory / name
+        if page.is_file():
+            found[name] = with_section(page.read_text(encoding="utf-8"), section, content())
     sizing = directory / "sizing.md"
     if sizing.is_file():
         text = sizing.read_text(encoding="utf-8")
-        runs = section(directory / "sizing" / "runs.jsonl")
+        runs = section_of_runs(directory / "sizing" / "runs.jsonl")
         found[sizing.name] = with_section(text, "validation", runs)
     fpga = directory / "fpga.md"
     if fpga.is_file():
@@ -87,7 +98,8 @@ def stale(directory: Path, fresh: Mapping[str, str]) -> dict[str, str]:
 @app.command()
 def write(directory: _Directory) -> None:
     """Write cli.md, gpu.md, metrics.md, options.md and papers.md into DIR, the tables in
-    operations.md, sizing.md and fpga.md, and the headers of the FPGA kernels beside DIR."""
+    operations.md, nodes.md, deploy.md, sizing.md and fpga.md, and the headers of the FPGA kernels
+    beside DIR."""
     directory.mkdir(parents=True, exist_ok=True)
     fresh = pages(directory)
     for name in stale(directory, fresh):

@@ -40,11 +40,19 @@ def counted(page: Scrape) -> Counted:
 
 
 def _longest(page: Scrape, histogram: str) -> float:
-    """Upper end of the highest bucket that holds something; 0 where that is none."""
+    """Upper end of the highest bucket that holds something; 0 where that is none.
+
+    vLLM's ends are 1, 2, 5, 10 and so on; the last one that is named is below the server's limit,
+    and what is longer is in the next one.
+    """
     counts: dict[float, float] = {}
     for labels, value in page.series(f"{histogram}_bucket"):
         end = float(labels["le"])
         counts[end] = counts.get(end, 0.0) + value
     total = max(counts.values(), default=0.0)
-    ends = [end for end, count in sorted(counts.items()) if math.isfinite(end) and count >= total]
-    return ends[0] if ends and total else 0.0
+    ends = sorted(end for end in counts if math.isfinite(end))
+    if not total or not ends:
+        return 0.0
+    last = ends[-1]
+    beyond = last * (2.5 if str(last).startswith("2") else 2.0)
+    return next((end for end in ends if counts[end] >= total), beyond)

@@ -17,7 +17,7 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.connector.messages import Comparison
 from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
-from vllm_ssdkv.store.index.slot_index import SlotIndex
+from vllm_ssdkv.store.block_index import BlockIndex
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -45,7 +45,7 @@ class HitVerifier:
         self,
         every: int,
         most_blocks: int,
-        index: SlotIndex,
+        index: BlockIndex,
         unpin: Callable[[Sequence[int]], None],
         counters: Counters,
     ):

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm_ssdkv.connector.scheduler.load_or_recompute import ALL_ATTEND_TO_ALL, HitConstraints
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 from vllm_ssdkv.connector.scheduler.speculation import Speculation
-from vllm_ssdkv.store.index.slot_index import SlotIndex
+from vllm_ssdkv.store.block_index import BlockIndex
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -94,7 +94,7 @@ class BlockGroups:
     def __init__(
         self,
         managers: Sequence[SingleTypeKVCacheManager],
-        index: SlotIndex,
+        index: BlockIndex,
         block_tokens: int,
         speculation: Speculation,
     ):
@@ -280,7 +280,7 @@ class BlockGroups:
         the newest one may not be stored, and a drafter may have another one computed again. So do
         the last states up to the two places.
         """
-        self._index.touch(self._index.lookup(keys))
+        self._index.touch_chain(keys)
         for end in (hit, len(keys)):
             last = self._last_state(keys, 0, end)
             for group in self._others:
@@ -288,7 +288,7 @@ class BlockGroups:
                     of_group = keys[max(0, last - 1) : last]
                 else:
                     of_group = keys[self.first_held(group, max(0, end - 2) * self._block) : end]
-                self._index.touch(self._index.lookup(self.keys(of_group, group)))
+                self._index.touch_chain(self.keys(of_group, group))
 
     # ---- HBM ----
 

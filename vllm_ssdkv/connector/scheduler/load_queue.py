@@ -23,7 +23,7 @@ from vllm_ssdkv.connector.scheduler.request_identities import RequestIdentities
 from vllm_ssdkv.connector.scheduler.request_overrides import RequestOverrides
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
-from vllm_ssdkv.store.index.slot_index import SlotIndex
+from vllm_ssdkv.store.block_index import BlockIndex
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -43,7 +43,7 @@ class LoadQueue:
         self,
         choice: LoadOrRecompute,
         retries: LoadRetries,
-        index: SlotIndex,
+        index: BlockIndex,
         requests: Mapping[str, RequestState],
         identities: RequestIdentities,
         asked: RequestOverrides,

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from vllm_ssdkv.base.errors import StoreError, StoreFailedError
 from vllm_ssdkv.base.wait_reason import WaitReason
 from vllm_ssdkv.connector.scheduler.context_recovery import MAX_RECOMPUTATIONS, ContextRecovery
-from vllm_ssdkv.connector.scheduler.device_weights import DeviceWeights
 from vllm_ssdkv.connector.scheduler.scheduler_parts import EngineFacts, SchedulerStore
+from vllm_ssdkv.store.block_index import embedded, embedded_placement
+from vllm_ssdkv.store.device_weights import DeviceWeights
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -32,7 +33,8 @@ class PageAdmission:
         weights: DeviceWeights,
         recovery: ContextRecovery,
     ):
-        self._index, self._rebalancer = store.index, store.rebalancer
+        self._index = embedded(store.index)
+        self._rebalancer = embedded_placement(store.rebalancer)
         self._counters, self._suspension = store.counters, store.suspension
         self._block, self._max_tokens = engine.block_tokens, engine.max_model_len
         self._weights, self._recovery = weights, recovery

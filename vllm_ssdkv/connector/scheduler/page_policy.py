@@ -22,6 +22,7 @@ from vllm_ssdkv.connector.scheduler.page_admission import PageAdmission
 from vllm_ssdkv.connector.scheduler.pending_context_loads import PendingContextLoads
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerParts
+from vllm_ssdkv.store.block_index import embedded
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -36,7 +37,7 @@ class PagePolicy:
 
     def __init__(self, parts: SchedulerParts):
         self._parts = parts
-        self._index, self._slots = parts.store.index, parts.slots
+        self._index, self._slots = embedded(parts.store.index), parts.slots
         self._requests, self._draft = parts.requests, parts.draft
         self._keys = parts.identities.keys
         self._block = parts.engine.block_tokens

@@ -56,7 +56,19 @@ class PrefixLookup:
             beginning = self._identities.keys.of(request, min(first + 1, last), first)
             if len(self._index.lookup(beginning)):
                 return Wait(WaitReason.SEATS)
-        return self._match(request, computed, self._identities.keys.of(request, last))
+        keys = self._identities.keys.of(request, last)
+        if first < last and self._index.awaits(
+            request.request_id, keys[first:], lambda: self._seconds(request, computed)
+        ):
+            return Wait(WaitReason.ELSEWHERE)
+        return self._match(request, computed, keys)
+
+    def _seconds(self, request: Request, computed: int) -> float | None:
+        """Time to compute what HBM does not have of a request; None: nobody knows yet."""
+        prefill = self._loads.choice.prefill
+        if not prefill.known:
+            return None
+        return prefill.seconds(computed, request.num_tokens)
 
     def _must_wait(self, request: Request, step: int) -> WaitReason | None:
         """Reason not even to ask the store."""
@@ -109,7 +121,7 @@ class PrefixLookup:
         end = state.hit = len(block_ids[0])
         keys = self._identities.keys.of(state.request, end)
         load = self._groups.load(keys, end - count, block_ids, whole=self._policy.whole_hits)
-        self._index.touch(load.slots)
+        self._index.touch_chain(load.keys)
         self._index.pin(load.slots)
         state.loaded_from = end - count
         loaded = state.request.block_hashes[end - count : end]

@@ -47,7 +47,7 @@ class ReportIntake:
     def _of_devices(self, rank: int, report: RankReport) -> None:
         weights = self._parts.weights
         for device in report.lost_devices:
-            dropped = weights.mark_lost(device, self._index)
+            dropped = weights.mark_lost(device)
             self._counters.add("slots_dropped", dropped, cause="device_lost")
         weights.update(rank, report.speeds)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from vllm_ssdkv.base.errors import StoreFullError
 from vllm_ssdkv.base.wait_reason import WaitReason
 from vllm_ssdkv.connector.metadata import SSDKVMetadata
 from vllm_ssdkv.connector.scheduler.context_recovery import discard_in_flight_output
@@ -95,23 +94,19 @@ class ReusePolicy:
             self._write_policy.record_access(keys)
         admitted = self._write_policy.admitted(keys).tolist()
         state.published = first + len(keys)  # the last tokens may still be on their way here
-        blocks = self._groups.completed(state, output, keys, first, computed)
-        for block, key, block_id in blocks:
-            if self._index.find(key) is None:
-                self._save(block_id, key, admitted[block - first])
-
-    def _save(self, block_id: int, key: bytes, admitted: bool) -> None:
-        if not admitted:
-            self._write_policy.skip(1, "admission")
-        elif self._write_policy.used_up(len(self._slots.writing)):
-            self._write_policy.skip(1, "budget")
-        else:
-            try:
-                slot = self._slots.allocate(block_id)
-            except StoreFullError:
-                self._write_policy.skip(1, "store_full")
-                return
-            self._slots.publish(slot, key, needed=False)
+        wanted: list[tuple[bytes, int]] = []
+        for block, key, block_id in self._groups.completed(state, output, keys, first, computed):
+            if self._index.find(key) is not None:
+                continue
+            if not admitted[block - first]:
+                self._write_policy.skip(1, "admission")
+            elif self._write_policy.used_up(len(self._slots.writing) + len(wanted)):
+                self._write_policy.skip(1, "budget")
+            else:
+                wanted.append((key, block_id))
+        again = bool(request.num_preemptions)
+        for cause in self._slots.claim(wanted, again=again) if wanted else ():
+            self._write_policy.skip(1, cause)
 
     def end_step(self) -> None:
         """Nothing: blocks are published when they are allocated."""

@@ -12,10 +12,10 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
 from vllm_ssdkv.connector.scheduler.pending_writes import PendingWrites
-from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
 from vllm_ssdkv.store.format.slot_geometry import I64
 from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState
 from vllm_ssdkv.store.placement.rebalancer import Rebalancer
+from vllm_ssdkv.store.write_policy import WritePolicy
 
 STEP_BYTES: Final = 16 * MIB
 """Limit of the rewrites that one step begins, or one slot: the step's thread copies them."""
@@ -65,6 +65,49 @@ class _Hit:
     block_ids: I64
     left: I64
     lasting: bool
+
+
+class NoRewrites:
+    """In place of a :class:`Rewriter` where the devices are a node's: it never chooses a block.
+
+    Example:
+        >>> NoRewrites().plan({"request"}, frames=8)
+        []
+    """
+
+    unfinished = False
+
+    def __len__(self) -> int:
+        """Nothing is remembered."""
+        return 0
+
+    def loaded(self, request_id: str, load: GroupLoad, *, lasting: bool) -> None:
+        """See :meth:`Rewriter.loaded`."""
+
+    def ended(self, load: GroupLoad) -> None:
+        """See :meth:`Rewriter.ended`."""
+
+    def forget(self, request_id: str) -> None:
+        """See :meth:`Rewriter.forget`."""
+
+    def plan(self, running: Container[str], frames: int) -> list[Rewrite]:
+        """See :meth:`Rewriter.plan`."""
+        return []
+
+    def fetch(self, spare: int, frames: int) -> GroupLoad | None:
+        """See :meth:`Rewriter.fetch`."""
+        return None
+
+    def fetched(self) -> None:
+        """See :meth:`Rewriter.fetched`."""
+
+    def written(self, slots: Sequence[int]) -> list[int]:
+        """See :meth:`Rewriter.written`."""
+        return list(slots)
+
+    def failed(self, slot: int) -> bool:
+        """See :meth:`Rewriter.failed`."""
+        return False
 
 
 class Rewriter:

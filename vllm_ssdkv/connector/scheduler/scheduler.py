@@ -15,7 +15,6 @@ from vllm_ssdkv.connector.metadata import SSDKVMetadata
 from vllm_ssdkv.connector.metrics.stats import SSDKVStats
 from vllm_ssdkv.connector.scheduler.admission_slots import AdmissionSlots
 from vllm_ssdkv.connector.scheduler.block_keys import BlockKeys
-from vllm_ssdkv.connector.scheduler.device_weights import DeviceWeights
 from vllm_ssdkv.connector.scheduler.hit_verifier import HitVerifier
 from vllm_ssdkv.connector.scheduler.identities import RankIdentities
 from vllm_ssdkv.connector.scheduler.kv_groups import BlockGroups
@@ -31,7 +30,7 @@ from vllm_ssdkv.connector.scheduler.request_identities import RequestIdentities
 from vllm_ssdkv.connector.scheduler.request_overrides import RequestOverrides
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 from vllm_ssdkv.connector.scheduler.reuse_policy import ReusePolicy
-from vllm_ssdkv.connector.scheduler.rewriter import Rewriter
+from vllm_ssdkv.connector.scheduler.rewriter import NoRewrites, Rewriter
 from vllm_ssdkv.connector.scheduler.scheduler_metrics import SchedulerMetrics
 from vllm_ssdkv.connector.scheduler.scheduler_parts import (
     EngineFacts,
@@ -42,6 +41,8 @@ from vllm_ssdkv.connector.scheduler.slot_ledger import SlotLedger
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
 from vllm_ssdkv.connector.scheduler.wait_counter import WaitCounter
 from vllm_ssdkv.connector.scheduler.x_admission import XAdmission
+from vllm_ssdkv.store.block_index import BlockIndex, SlotPlacement
+from vllm_ssdkv.store.device_weights import DeviceWeights
 from vllm_ssdkv.store.index.slot_index import SlotIndex
 from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 
@@ -101,12 +102,12 @@ class SSDKVScheduler:
         return self._parts.store.counters
 
     @property
-    def index(self) -> SlotIndex:
+    def index(self) -> BlockIndex:
         """Key to slot, of everything that is stored."""
         return self._parts.store.index
 
     @property
-    def rebalancer(self) -> Rebalancer:
+    def rebalancer(self) -> SlotPlacement:
         """Placement of slots on the devices, and its changes."""
         return self._parts.store.rebalancer
 
@@ -264,6 +265,7 @@ class SSDKVScheduler:
     def finished(self, request: Request) -> None:
         """The request has ended, well or badly; its blocks will be freed."""
         request_id = str(request.request_id)
+        self.index.computes_no_more(request_id)
         self.loads.retries.forget(request_id)
         self._policy.forget(request_id)
         self._waits.forget(request_id)
@@ -332,6 +334,15 @@ class SSDKVScheduler:
         self._parts.store.close()
 
 
+def _make_rewriter(store: SchedulerStore, slots: SlotLedger) -> Rewriter | NoRewrites:
+    """Rewrites of blocks that lie in slow places, where the devices are this engine's."""
+    index, placement = store.index, store.rebalancer
+    if not isinstance(index, SlotIndex) or not isinstance(placement, Rebalancer):
+        return NoRewrites()
+    policy, counters = store.write_policy, store.counters
+    return Rewriter(index, placement, policy, counters, slots.writing, slots.unpin)
+
+
 def _make_parts(
     config: SSDKVConfig,
     engine: EngineFacts,
@@ -366,13 +377,6 @@ def _make_parts(
             slots.unpin,
             counters,
         ),
-        Rewriter(
-            store.index,
-            store.rebalancer,
-            store.write_policy,
-            counters,
-            slots.writing,
-            slots.unpin,
-        ),
+        _make_rewriter(store, slots),
         XAdmission(engine.x_share, engine.x_shape, counters),
     )

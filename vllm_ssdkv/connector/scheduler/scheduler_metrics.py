@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vllm_ssdkv.connector.messages import RankReport
-from vllm_ssdkv.connector.metrics.index_metrics import IndexMetrics
 from vllm_ssdkv.connector.metrics.stats import SSDKVStats
 from vllm_ssdkv.connector.metrics.stats_collector import StatsCollector
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerParts
+from vllm_ssdkv.store.index_metrics import IndexMetrics
 
 
 class SchedulerMetrics:

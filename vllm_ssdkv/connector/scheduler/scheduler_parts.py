@@ -8,23 +8,22 @@ from typing import Literal
 
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.connector.scheduler.device_weights import DeviceWeights
 from vllm_ssdkv.connector.scheduler.hit_verifier import HitVerifier
 from vllm_ssdkv.connector.scheduler.kv_groups import BlockGroups
 from vllm_ssdkv.connector.scheduler.load_queue import LoadQueue
 from vllm_ssdkv.connector.scheduler.request_identities import RequestIdentities
 from vllm_ssdkv.connector.scheduler.request_overrides import RequestOverrides
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
-from vllm_ssdkv.connector.scheduler.rewriter import Rewriter
+from vllm_ssdkv.connector.scheduler.rewriter import NoRewrites, Rewriter
 from vllm_ssdkv.connector.scheduler.slot_ledger import SlotLedger
 from vllm_ssdkv.connector.scheduler.speculation import NO_SPECULATION, Speculation
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
-from vllm_ssdkv.connector.scheduler.write_policy import WritePolicy
 from vllm_ssdkv.connector.scheduler.x_admission import XAdmission
 from vllm_ssdkv.offload.xcache.x_rule import XShape
-from vllm_ssdkv.store.index.slot_index import SlotIndex
-from vllm_ssdkv.store.placement.rebalancer import Rebalancer
+from vllm_ssdkv.store.block_index import BlockIndex, SlotPlacement
+from vllm_ssdkv.store.device_weights import DeviceWeights
+from vllm_ssdkv.store.write_policy import WritePolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +64,8 @@ class SchedulerStore:
         name_key: :meth:`StorePlace.name_key`.
     """
 
-    index: SlotIndex
-    rebalancer: Rebalancer
+    index: BlockIndex
+    rebalancer: SlotPlacement
     device_paths: Sequence[str]
     suspension: Suspension
     write_policy: WritePolicy
@@ -113,5 +112,5 @@ class SchedulerParts:
     slots: SlotLedger
     loads: LoadQueue
     verifier: HitVerifier
-    rewriter: Rewriter
+    rewriter: Rewriter | NoRewrites
     x_admission: XAdmission

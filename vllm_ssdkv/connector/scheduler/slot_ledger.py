@@ -10,7 +10,10 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.connector.scheduler.pending_writes import PendingWrites
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
 from vllm_ssdkv.connector.scheduler.unverified_blocks import UnverifiedBlocks
-from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState
+from vllm_ssdkv.store.block_index import BlockIndex, embedded
+from vllm_ssdkv.store.index.slot_index import FULL, NOT_ADMITTED, OVER_BUDGET, SlotState
+
+_CAUSES = {FULL: "store_full", NOT_ADMITTED: "admission", OVER_BUDGET: "budget"}
 
 
 class SlotLedger:
@@ -21,7 +24,7 @@ class SlotLedger:
         unverified: Marks of this run's blocks.
     """
 
-    def __init__(self, index: SlotIndex, ranks: int, draft: StepDraft, counters: Counters):
+    def __init__(self, index: BlockIndex, ranks: int, draft: StepDraft, counters: Counters):
         """``draft`` takes the orders to workers."""
         self.writing = PendingWrites(ranks)
         self.unverified = UnverifiedBlocks(index.num_slots)
@@ -41,7 +44,7 @@ class SlotLedger:
         Raises:
             StoreFullError: no slot can be had.
         """
-        slot = int(self._index.allocate(1, reserved=reserved)[0])
+        slot = int(embedded(self._index).allocate(1, reserved=reserved)[0])
         self._held[slot] = self._index.epoch(slot)
         self._draft.copies.append((slot, self._held[slot], block_id, index))
         return slot
@@ -53,9 +56,30 @@ class SlotLedger:
         request reads it, and DRAM has no room to keep it.
         """
         epoch = self._held.pop(slot)
-        if not self._index.publish(slot, key) and not needed:
+        if not embedded(self._index).publish(slot, key) and not needed:
             self.unpin([slot])
             return
+        self._write(slot, epoch, key)
+
+    def claim(self, blocks: Sequence[tuple[bytes, int]], *, again: bool) -> list[str]:
+        """Have blocks (key, HBM block) of this step found and written, unless they are stored.
+
+        Args:
+            blocks: Of one request.
+            again: It was preempted, and may have computed them before.
+
+        Returns:
+            Cause, for each block that gets no slot and is not stored.
+        """
+        slots = self._index.claim([key for key, _ in blocks], again=again).tolist()
+        for slot, (key, block_id) in zip(slots, blocks, strict=True):
+            if slot >= 0:
+                epoch = self._index.epoch(slot)
+                self._draft.copies.append((slot, epoch, block_id, -1))
+                self._write(slot, epoch, key)
+        return [_CAUSES[slot] for slot in slots if slot in _CAUSES]
+
+    def _write(self, slot: int, epoch: int, key: bytes) -> None:
         self.unverified.add(slot)
         self.writing.add(slot, epoch)
         self._draft.flushes.append((slot, epoch, key))

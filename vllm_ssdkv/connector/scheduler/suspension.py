@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vllm_ssdkv.base.errors import StoreError, StoreFailedError
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.store.index.slot_index import SlotIndex
+from vllm_ssdkv.store.block_index import BlockIndex
 
 logger = logging.getLogger(__name__)
 
@@ -21,11 +21,12 @@ class Suspension:
 
     def __init__(
         self,
-        index: SlotIndex,
+        index: BlockIndex,
         counters: Counters,
         save: Callable[[str], None],
         places: Sequence[Path],
         reason: str = "",
+        way_out: str = "",
     ):
         """
         Args:
@@ -34,10 +35,11 @@ class Suspension:
             save: Has the store opened as suspended, for a reason. Blocks briefly.
             places: Directories of the store, for the text that names the way out.
             reason: Why the store was suspended when it was opened; empty: it was not.
+            way_out: What to do then, where the store is no directory of this engine.
         """
         self._index, self._counters, self._save = index, counters, save
         named = " ".join(map(str, places))
-        self.way_out = (
+        self.way_out = way_out or (
             f"`ssdkv resume {named}` takes the store back as it is, `ssdkv rm {named}` gives it "
             "up; either while no engine runs on it"
         )

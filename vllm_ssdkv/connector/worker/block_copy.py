@@ -20,6 +20,16 @@ from vllm_ssdkv.store.cache.frames import FrameCache
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
 
+class FrameMemory(Protocol):
+    """Frames in memory, by number."""
+
+    def address(self, frames: NDArray[np.int32]) -> NDArray[np.uint64]:
+        """Absolute address of each frame, [n]."""
+
+    def view(self, frame: int) -> NDArray[np.uint8]:
+        """Bytes of a frame, without a copy."""
+
+
 class BlockPort(Protocol):
     """Way between HBM and frames. Calls return when the bytes are there."""
 
@@ -212,7 +222,7 @@ def plain_stretches(caches: Sequence[torch.Tensor], geometry: SlotGeometry) -> _
 class OpaquePort:
     """Reuse mode: a block's bytes as they lie, one page per layer, whatever the backend made."""
 
-    def __init__(self, caches: Sequence[torch.Tensor], geometry: SlotGeometry, frames: FrameCache):
+    def __init__(self, caches: Sequence[torch.Tensor], geometry: SlotGeometry, frames: FrameMemory):
         """Raises UnsupportedError when a block is not one stretch of memory, or on another kind of
         device than a CPU or a GPU of CUDA or ROCm."""
         self._caches = [as_it_lies(cache) for cache in caches]

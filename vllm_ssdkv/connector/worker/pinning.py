@@ -12,6 +12,9 @@ from vllm_ssdkv.store.memory.arena import Arena
 _MAPPED: Final = 2
 """cudaHostRegisterMapped: kernels may read the memory where it lies."""
 
+_READ_ONLY: Final = 8
+"""cudaHostRegisterReadOnly: this process may not write the memory."""
+
 
 def pin_arena(arena: Arena, device: torch.device) -> None:
     """Register the arena with CUDA; blocks until all of its pages are in memory.
@@ -19,12 +22,22 @@ def pin_arena(arena: Arena, device: torch.device) -> None:
     Raises:
         StoreError: CUDA refuses.
     """
+    pin_memory(arena.address, arena.nbytes, writable=True, device=device)
+
+
+def pin_memory(address: int, nbytes: int, *, writable: bool, device: torch.device) -> None:
+    """Register memory at an absolute address with CUDA, as :func:`pin_arena`.
+
+    Raises:
+        StoreError: CUDA refuses.
+    """
+    flags = _MAPPED if writable else _MAPPED | _READ_ONLY
     with torch.cuda.device(device):
         cudart: Any = torch.cuda.cudart
-        code = int(cudart().cudaHostRegister(arena.address, arena.nbytes, _MAPPED))
+        code = int(cudart().cudaHostRegister(address, nbytes, flags))
     if code:
         raise StoreError(
-            f"CUDA cannot pin {arena.nbytes} bytes of DRAM (error {code}): lower dram_gib or raise "
+            f"CUDA cannot pin {nbytes} bytes of DRAM (error {code}): lower dram_gib or raise "
             "the limit of locked memory (ulimit -l)"
         )
 

@@ -34,7 +34,6 @@ from vllm_ssdkv.connector.messages import (
     SlotArray,
     StepPlan,
 )
-from vllm_ssdkv.connector.metrics.engine_metrics import EngineMetrics
 from vllm_ssdkv.connector.worker.block_comparison import BlockComparer, StoredBlocks, element_type
 from vllm_ssdkv.connector.worker.block_copy import (
     BlockPort,
@@ -50,7 +49,12 @@ from vllm_ssdkv.connector.worker.device_memory import channel_memory, hot_memory
 from vllm_ssdkv.connector.worker.layer_copy import LayerCopier
 from vllm_ssdkv.connector.worker.layer_projector import LayerProjector
 from vllm_ssdkv.connector.worker.paged_step import PagedStep
-from vllm_ssdkv.connector.worker.pinning import pin_arena
+from vllm_ssdkv.connector.worker.rank_store import (
+    EmbeddedRank,
+    RankAccess,
+    RankStore,
+    StoreWork,
+)
 from vllm_ssdkv.connector.worker.selector_registry import SelectorRegistry
 from vllm_ssdkv.connector.worker.step_timer import StepTimer
 from vllm_ssdkv.connector.worker.stream_fence import StreamFence
@@ -69,7 +73,6 @@ from vllm_ssdkv.offload.xcache.x_cache import XCache
 from vllm_ssdkv.offload.xcache.x_rule import XShape
 from vllm_ssdkv.sparse.prefetch import Prefetcher
 from vllm_ssdkv.sparse.selectors.fpga_sparf import FpgaChoice
-from vllm_ssdkv.store.cache.frames import FrameState
 from vllm_ssdkv.store.io.engines.open import open_engine
 from vllm_ssdkv.store.io.engines.protocol import IoEngine
 from vllm_ssdkv.store.memory.arena import BorrowedArena
@@ -77,7 +80,6 @@ from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
 from vllm_ssdkv.store.read.peer_path import ReadPath
 from vllm_ssdkv.store.tiered_store import TieredStore
-from vllm_ssdkv.store.write.trim import SlotTrimmer
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +105,7 @@ class SSDKVWorker:
         self,
         config: SSDKVConfig,
         layout: KVLayout,
-        opened: OpenStore,
+        opened: RankAccess,
         context_layers: Sequence[int],
         model: LoadedModel,
         tell_weights: Callable[[bytes], None],
@@ -114,7 +116,7 @@ class SSDKVWorker:
         Args:
             config: The options.
             layout: Of this rank's KV.
-            opened: Its part of the store.
+            opened: Its way to the store.
             context_layers: Those that attend to contexts in page mode, ascending.
             model: What this rank computes with.
             tell_weights: Tells the scheduler's process, before it starts, the model's digest.
@@ -123,8 +125,8 @@ class SSDKVWorker:
         """
         self.config = config
         self.layout = layout
-        self.counters: Counters = opened.files.counters
-        self.rank = opened.files.rank
+        self.counters: Counters = opened.counters
+        self.rank = opened.rank
         self._opened = opened
         self._context_layers = context_layers
         self._x_layers, self._x_shape = x_layers, x_shape
@@ -134,8 +136,10 @@ class SSDKVWorker:
         self._changes = 0
         self._comparer: BlockComparer | None = None
         self._stored = StoredBlocks()
-        self._store: TieredStore | None = None
+        self._store: RankStore | None = None
         self._port: BlockPort | None = None
+        self._port_in: BlockPort | None = None
+        """The way of hits into HBM, where their frames are not those of :attr:`_port`."""
         self.layers: LayerCopier | None = None
         """Copies layers while others compute; exists once :meth:`register` was called."""
         self._timer: StepTimer | None = None
@@ -152,13 +156,11 @@ class SSDKVWorker:
         self._distrusted: set[str] = set()
         """Loads under way of what this rank would compute otherwise."""
         self._promoting_from = 0.0
-        paths = opened.files.health.paths
-        self._engine_metrics = EngineMetrics(opened.files.engine, paths, self.counters)
         self._gauges_due = 0.0
         self._told_frames = 0
         self._settled = False
         self._told_left_out = False
-        self._told_written = [0] * len(opened.devices)
+        self._told_written = [0] * len(opened.device_paths)
         self._choices: SelectorRegistry | None = None
         self._guesses = Prefetcher() if config.sparse.prefetch else None
         self.ordering: TokenOrdering | None = None
@@ -187,11 +189,30 @@ class SSDKVWorker:
         return self.block_layout.with_page_stride(self.layout.geometry.page_bytes)
 
     @property
-    def store(self) -> TieredStore:
-        """The store; exists once :meth:`register` was called."""
+    def rank_store(self) -> RankStore:
+        """The store of either mode; exists once :meth:`register` was called."""
         if self._store is None:
             raise RuntimeError("vLLM has not registered the KV caches yet")
         return self._store
+
+    @property
+    def store(self) -> TieredStore:
+        """The store in this process; exists once :meth:`register` was called.
+
+        Raises:
+            TypeError: a node has it, which the options allow in mode ``reuse`` only.
+        """
+        store = self.rank_store
+        if not isinstance(store, TieredStore):
+            raise TypeError("page mode needs the store in its own process")
+        return store
+
+    @property
+    def _own(self) -> OpenStore:
+        """Files and memory in this process; see :attr:`store`."""
+        if not isinstance(self._opened, EmbeddedRank):
+            raise TypeError("page mode needs the store in its own process")
+        return self._opened.opened
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Learn where HBM's blocks are, digest the model, and start the store's threads.
@@ -206,21 +227,15 @@ class SSDKVWorker:
         for group in self.layout.overlaid:
             check_overlay(caches, [self._blocks(kv_caches[name]) for name in group])
         self._fence = StreamFence(caches[0].device)
-        self._store = TieredStore(
-            self._opened.files,
-            self._opened.arena,
-            self._opened.plan,
-            self._opened.num_slots,
-            self.layout.block_tokens,
-            self._copy_in,
-            summarizer=self._summarizer(),
-            trimmer=self._trimmer(),
-            scrub_rate=self.config.io.scrub_rate,
-            stretches=(
-                plain_stretches(caches, self.layout.geometry)
-                if self.config.mode == "reuse"
-                else None
-            ),
+        plain = self.config.mode == "reuse"
+        store = self._store = self._opened.start(
+            StoreWork(
+                self.config,
+                self.layout.block_tokens,
+                self._copy_in,
+                self._summarizer(),
+                plain_stretches(caches, self.layout.geometry) if plain else None,
+            )
         )
         kind = element_type(self.layout.dtype, self.layout.cache_dtype)
         if kind is not None:
@@ -229,7 +244,7 @@ class SSDKVWorker:
             )
         self._timer = StepTimer(caches[0].device)
         if caches[0].is_cuda:
-            pin_arena(self._opened.arena, caches[0].device)
+            self._opened.pin(caches[0].device)
         if self.config.mode == "page":
             self._use_memory_of(caches[0].device)
             fpga = self._open_fpga()
@@ -247,16 +262,19 @@ class SSDKVWorker:
                     self.config.sparse.sink_tokens,
                     by_co_activation=self.config.sparse.token_order == "coactivation",
                 )
-            self._port = PagedPort(
+            self._port = self._port_in = PagedPort(
                 select_kernels(caches[0].device),
                 [c.view(c.shape[0], -1) for c in caches],
                 self.block_layout,
                 self.layout.geometry,
-                self._store.frames,
+                self.store.frames,
                 self.ordering,
             )
         else:
-            self._port = OpaquePort(caches, self.layout.geometry, self._store.frames)
+            geometry = self.layout.geometry
+            self._port = self._port_in = OpaquePort(caches, geometry, store.save_frames)
+            if store.load_frames is not store.save_frames:
+                self._port_in = OpaquePort(caches, geometry, store.load_frames)
         self.layers = LayerCopier(
             self._port, self.layout, caches[0].device, self._layer_deadline(), self.counters
         )
@@ -264,7 +282,7 @@ class SSDKVWorker:
     def _layer_deadline(self) -> float:
         """Seconds for a copy of a layer: it waits for what the GPU has to do before, where other
         ranks may be late by one deadline for each drive that hangs."""
-        return self.config.io.deadline * (len(self._opened.devices) + 1)
+        return self.config.io.deadline * (len(self._opened.device_paths) + 1)
 
     def _blocks(self, cache: torch.Tensor) -> torch.Tensor:
         layout = self.layout
@@ -314,7 +332,7 @@ class SSDKVWorker:
         if config.offload is None:
             return None
         # Its threads wait for reads: one deadline for each drive that hangs.
-        deadline_s = config.io.deadline * (len(opened.devices) + 1)
+        deadline_s = config.io.deadline * (len(opened.device_paths) + 1)
         workers = self.layout.tp_size
         made = open_offloader(config.offload, workers, deadline_s, self.counters, fpga)
         if fpga is not None and config.offload.peer:
@@ -323,7 +341,7 @@ class SSDKVWorker:
 
     def _peer_path(self, fpga: Backend) -> ReadPath | None:
         """The way of pages into the FPGA's memory; None where the drives cannot write there."""
-        opened, options = self._opened, self.config.io.engine_options()
+        opened, options = self._own, self.config.io.engine_options()
         pieces = opened.plan.staging_pieces
         try:
             memory = BorrowedArena(fpga.peer_memory(pieces * self.layout.geometry.layer_bytes))
@@ -378,19 +396,11 @@ class SSDKVWorker:
         geometry = self.layout.geometry
         return KernelSummaryBuilder(self.block_layout, geometry) if geometry.tail_pages else None
 
-    def _trimmer(self) -> SlotTrimmer | None:
-        if not self.config.trim:
-            return None
-        files, opened = self._opened.files, self._opened
-        return SlotTrimmer(
-            opened.devices, files.health.paths, files.placement, opened.num_slots, self.counters
-        )
-
     def _copy_in(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
-        if self._port is None:
+        if self._port_in is None:
             raise RuntimeError("vLLM has not registered the KV caches yet")
         self._fence.follow()
-        self._port.load(frames, block_ids)
+        self._port_in.load(frames, block_ids)
 
     # ---- what this rank computes with ----
 
@@ -446,16 +456,16 @@ class SSDKVWorker:
 
     def begin(self, plan: StepPlan) -> None:
         """Before the forward pass: contexts are brought up to date and their reads started."""
-        store = self.store
+        store = self.rank_store
         if self.layers is not None:
             store.abandon(self.layers.drop())  # of a step that failed
         if plan.segments is not None:
-            store.files.placement.change(plan.segments)
+            self._opened.change_segments(plan.segments)
         self._settled = plan.settled
         self._report.adapters |= self._adapters.take_changes()
         self._invalid_blocks.update(plan.invalid)
         for request_id in plan.forget:
-            store.drop_context(request_id)
+            self.store.drop_context(request_id)
             self._poisoned.discard(request_id)
             self._forget_choices(request_id)
             if self.x_cache is not None:
@@ -464,7 +474,7 @@ class SSDKVWorker:
             if delta.start == 0:
                 self._poisoned.discard(delta.request_id)
                 self._forget_choices(delta.request_id)
-            store.extend_context(delta.request_id, delta.start, delta.slots)
+            self.store.extend_context(delta.request_id, delta.start, delta.slots)
         if plan.discard:
             store.abandon(np.array(plan.discard, dtype=np.int64))
         if plan.trim is not None:
@@ -479,7 +489,7 @@ class SSDKVWorker:
             self.ordering.begin(plan.save.block_ids)
         if plan.rows:
             self.step = PagedStep(
-                store,
+                self.store,
                 self.layout,
                 plan.rows,
                 self._poisoned,
@@ -525,10 +535,10 @@ class SSDKVWorker:
             early = np.arange(len(plan.save.slots)) < filled
             lost = _among(plan.save.slots, spoiled)
             if lost.any():
-                self.store.abandon(plan.save.slots[early & lost])
+                self.rank_store.abandon(plan.save.slots[early & lost])
                 self._skip(plan.save.part(lost))
             kept = plan.save.slots[early & ~lost]
-            self._keep(kept, self.store.tails[:0], commit, len(kept))
+            self._keep(kept, self.rank_store.tails[:0], commit, len(kept))
             self._save(plan.save.part(~(early | lost)), commit, plan.x_slots)
         if plan.x_slots and self.x_cache is not None:
             self.x_cache.release(plan.save.block_ids[_among(plan.save.slots, plan.x_slots)])
@@ -551,7 +561,7 @@ class SSDKVWorker:
         if self.projector is not None:
             self.projector.recording = False
         if self.layers is not None:
-            self.store.abandon(self.layers.drop())
+            self.rank_store.abandon(self.layers.drop())
 
     def _close_step(self, step: PagedStep) -> list[int]:
         """Slots of the blocks that this step computed from a context it could not read."""
@@ -598,17 +608,18 @@ class SSDKVWorker:
 
         ``x_slots`` get X."""
         done = 0
-        at_once = len(self.store.tails) or len(save.slots)
+        store = self.rank_store
+        at_once = len(store.tails) or len(save.slots)
         while done < len(save.slots):
             wanted = save.slots[done : done + at_once]
-            frames = self.store.reserve_frames(wanted, wait=self.config.mode == "page")
+            frames = store.reserve_frames(wanted, wait=self.config.mode == "page")
             if len(frames) == 0 or self._port is None:
                 break
             part = slice(done, done + len(frames))
             as_x = _among(save.slots[part], x_slots)
             if self.offloader is not None:
                 self.offloader.reclaim(wanted[: len(frames)])
-            tails = self.store.tails[: len(frames)]
+            tails = store.tails[: len(frames)]
             blocks, index = save.block_ids[part], save.index[part]
             if self.x_cache is not None and as_x.any():
                 self.x_cache.save(blocks[as_x], frames[as_x], self.store.frames)
@@ -622,7 +633,7 @@ class SSDKVWorker:
 
     def _reserve_early(self, slots: SlotArray) -> NDArray[np.int32]:
         """Frames for the first of these slots, before the step that fills them."""
-        frames = self.store.reserve_frames(slots, wait=False, spare_contexts=True)
+        frames = self.rank_store.reserve_frames(slots, wait=False, spare_contexts=True)
         if self.offloader is not None:
             self.offloader.reclaim(slots[: len(frames)])
         return frames
@@ -637,7 +648,7 @@ class SSDKVWorker:
         if self.offloader is not None:
             geometry = self.layout.geometry
             self.offloader.count_stored(with_kv * geometry.kv_pages * geometry.payload_bytes)
-        self.store.filled(slots, tails)
+        self.rank_store.filled(slots, tails)
         self._commit(commit, _among(commit.slots, slots.tolist()))
 
     def _skip(self, save: CopyToDram) -> None:
@@ -647,7 +658,8 @@ class SSDKVWorker:
     def _commit(self, commit: Flush, which: NDArray[np.bool_]) -> None:
         if which.any():
             keys = [key for key, wanted in zip(commit.keys, which.tolist(), strict=True) if wanted]
-            self.store.flush(commit.slots[which], commit.epochs[which], keys)
+            slots, epochs = commit.slots[which], commit.epochs[which]
+            self.rank_store.flush(slots, epochs, keys, bound=commit.bound)
 
     def _copy_frames(self, plan: CopyFrames) -> None:
         """Write copies of frames into other slots."""
@@ -660,7 +672,7 @@ class SSDKVWorker:
 
     def _load(self, load: Load) -> None:
         self._loading.add(load.request_id)
-        self.store.load(
+        self.rank_store.load(
             LoadJob(
                 load.request_id,
                 load.slots,
@@ -716,8 +728,8 @@ class SSDKVWorker:
         self._report_writes()
         self._report.bad.extend(self._store.take_scrubbed())
         self._report.mended.extend(self._store.take_mended())
-        self._report.lost_devices.extend(self._opened.files.health.drain_events())
-        self._report.speeds.extend(self._opened.files.speed.drain_events())
+        self._report.lost_devices.extend(self._opened.take_lost_devices())
+        self._report.speeds.extend(self._opened.take_speeds())
 
     def _background_ended(self, outcome: LoadOutcome) -> None:
         if outcome.request_id == PROMOTION:
@@ -727,7 +739,7 @@ class SSDKVWorker:
                 self._promoting_from = time.monotonic() + PROMOTION_PAUSE_S
 
     def _report_writes(self) -> None:
-        for device, path in enumerate(self._opened.files.health.paths):
+        for device, path in enumerate(self._opened.device_paths):
             total = int(self.counters.total("bytes_written", device=path))
             if total > self._told_written[device]:
                 self._report.written.append((device, total - self._told_written[device]))
@@ -763,15 +775,13 @@ class SSDKVWorker:
         all data files are still there. Not in every step: the system's answer costs the
         interpreter, which then waits for the writing thread."""
         self._gauges_due = time.monotonic() + TELL_INTERVAL_S
-        self._engine_metrics.update()
-        frames = self.store.frames
-        there = self.store.open_frames
-        if there != self._told_frames:
-            self._report.frames = self._told_frames = there
-        self.counters.set("dram_frames", there)
-        self.counters.set("dram_frames_used", there - frames.count(FrameState.FREE))
-        self.counters.set("dram_frames_dirty", frames.count(FrameState.HELD, FrameState.WRITING))
-        for name, value in self.store.choice_gauges().items():
+        store = self.rank_store
+        if store.open_frames != self._told_frames:
+            self._report.frames = self._told_frames = store.open_frames
+        gauges = store.frame_gauges()
+        if isinstance(store, TieredStore):
+            gauges |= store.choice_gauges()
+        for name, value in gauges.items():
             self.counters.set(name, value)
         if self._choices is not None:
             for name, value in self._choices.gauges().items():
@@ -779,14 +789,7 @@ class SSDKVWorker:
         if self.x_cache is not None and self._x_shape is not None and self.offloader is not None:
             storage = self.offloader.sharing.contexts.device_rate
             self._report.x_rates = self.x_cache.rates(self._x_shape, storage)
-        health = self._opened.files.health
-        for index, device in enumerate(self._opened.devices):
-            state = device.state()
-            if state.lost:
-                health.quarantine(index, "its data file was removed")
-            path, here = health.paths[index], index not in health.quarantined
-            self.counters.set("device_state", float(here), device=path)
-            self.counters.set("store_bytes", float(state.stored_bytes), device=path)
+        self._opened.update_gauges()
 
     def close(self) -> None:
         """Write what is committed, stop the threads, release the files."""

@@ -26,7 +26,7 @@ Rewrites of the journal walk over the slots in steps of some tenths of a millise
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -42,6 +42,18 @@ EPOCH_COUNTER_BITS = 40
 """An epoch is the number of this opening of the store, then this many bits of a counter."""
 
 I64 = NDArray[np.int64]
+
+TAKEN = -1
+"""In place of a slot: another slot has the key, or gets it."""
+
+FULL = -2
+"""In place of a slot: none is to be had."""
+
+NOT_ADMITTED = -3
+"""In place of a slot, of a node: the block was not seen often enough."""
+
+OVER_BUDGET = -4
+"""In place of a slot, of a node: a daily write budget is used up."""
 
 
 class SlotState(IntEnum):
@@ -125,6 +137,13 @@ class SlotIndex:
         """
         return self._table.lookup(keys if isinstance(keys, list) else list(keys))
 
+    def awaits(self, name: str, keys: Sequence[bytes], seconds: Callable[[], float | None]) -> bool:
+        """False: the index is one engine's, whose own requests find each other's blocks in HBM."""
+        return False
+
+    def computes_no_more(self, name: str) -> None:
+        """Nothing: see :meth:`awaits`."""
+
     def last(self, keys: Sequence[bytes], first: int, end: int, tags: Sequence[int]) -> int:
         """The last n of ``first`` < n <= ``end`` for which key n - 1 is ready with each of ``tags``
         exclusive-or'd into its last byte; else ``first``.
@@ -170,6 +189,14 @@ class SlotIndex:
     def touch(self, slots: I64) -> None:
         """Mark a chain, head first, as just used. Slots that are not evictable are skipped."""
         self._table.touch(slots)
+
+    def touch_chain(self, keys: Sequence[bytes]) -> None:
+        """Mark the longest prefix of a chain of keys that is ready, head first, as just used.
+
+        Raises:
+            ValueError: a key has not 32 bytes.
+        """
+        self.touch(self.lookup(keys))
 
     # ---- allocating ----
 
@@ -271,6 +298,28 @@ class SlotIndex:
             ValueError: the slot is free or ready, or the key has not 32 bytes.
         """
         return self._table.publish(slot, key)
+
+    def claim(self, keys: Sequence[bytes], *, again: bool = False) -> I64:
+        """Allocate a slot for each key and publish it. ``again``: a request that was preempted has
+        computed them once more, which changes nothing here.
+
+        Returns:
+            The slots, int64, [n]: :data:`TAKEN` where the key has one, :data:`FULL` where no slot
+            is to be had.
+
+        Raises:
+            ValueError: a key has not 32 bytes.
+        """
+        found = np.full(len(keys), TAKEN, dtype=np.int64)
+        for at, key in enumerate(keys):
+            if self._table.find(key) is not None:
+                continue
+            if not self.available():
+                found[at] = FULL
+                continue
+            found[at] = self.allocate(1)[0]
+            self.publish(int(found[at]), key)
+        return found
 
     def durable(self, slot: int | I64) -> None:
         """Journal ready slots whose data every rank has written to its devices.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import mmap
 import os
@@ -16,6 +17,11 @@ from vllm_ssdkv.base.errors import StoreError
 logger = logging.getLogger(__name__)
 
 HUGE_PAGE = 2 << 20
+
+_F_SEAL_FUTURE_WRITE = 0x10
+"""Of ``linux/fcntl.h``; Python 3.11 does not know it."""
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
 
 _POPULATED_AT_ONCE = 32 << 20
 """Bytes; :meth:`Arena.close` waits for so many at most."""
@@ -51,8 +57,12 @@ class Arena:
                 f"cannot map {nbytes / 2**30:.2f} GiB of memory ({error}); lower the DRAM size "
                 "or the memory limit of other programs"
             ) from error
+        address = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
+        self._adopt(mapping, -address % HUGE_PAGE, nbytes)
+
+    def _adopt(self, mapping: mmap.mmap, start: int, nbytes: int) -> None:
+        """Use ``nbytes`` from ``start`` on of a mapping."""
         everything = np.frombuffer(mapping, dtype=np.uint8)
-        start = -everything.ctypes.data % HUGE_PAGE
         self._bytes: NDArray[np.uint8] | None = everything[start : start + nbytes]
         self.nbytes = nbytes
         self.address = int(self._bytes.ctypes.data)
@@ -138,6 +148,51 @@ class BorrowedArena(Arena):
         self.huge_pages = False
         self._populating = None
         self._closing = threading.Event()
+
+
+class SharedArena(Arena):
+    """Memory that other processes may map by its descriptor, for reading only.
+
+    Huge pages are in use where ``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` is ``advise``
+    or more. Everybody who gets :attr:`fd` reads all of the arena.
+
+    Example:
+        arena = SharedArena(1 << 30)
+        os.pread(arena.fd, 4096, 0)
+
+    Args:
+        nbytes: Usable size in bytes, a positive multiple of 4096.
+
+    Raises:
+        ValueError: ``nbytes`` is not a positive multiple of 4096.
+        StoreError: the system has no such memory, or cannot keep others from writing to it (Linux
+            before 5.1).
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        if nbytes <= 0 or nbytes % mmap.PAGESIZE:
+            raise ValueError(f"an arena has a positive multiple of 4096 bytes, not {nbytes}")
+        fd = os.memfd_create("ssdkv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, nbytes)
+            mapping = mmap.mmap(fd, nbytes)
+            # This mapping goes on to be written to; nobody can make another one of that kind.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except (OSError, OverflowError) as error:
+            os.close(fd)
+            raise StoreError(
+                f"cannot share {nbytes / 2**30:.2f} GiB of memory ({error}); lower the DRAM size, "
+                "or use Linux 5.1 or newer"
+            ) from error
+        self.fd = fd
+        """Descriptor of the memory; valid until :meth:`close`."""
+        self._adopt(mapping, 0, nbytes)
+
+    def close(self) -> None:
+        """See :meth:`Arena.close`; processes that have mapped the memory keep it."""
+        if self._mapping is not None:
+            os.close(self.fd)
+        super().close()
 
 
 def _ask_for_huge_pages(mapping: mmap.mmap, start: int, nbytes: int) -> bool:

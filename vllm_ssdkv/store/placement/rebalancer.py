@@ -219,6 +219,19 @@ class Rebalancer:
         """Mask of devices that are not there, or are to be used no more; bool, [devices]."""
         return np.array([not weight for weight in self.weights], dtype=np.bool_)
 
+    def drop_lost(self) -> int:
+        """Take what lies on devices out of use only out of the index; how many blocks. Takes time
+        that grows with the store."""
+        everything = np.arange(self._index.num_slots, dtype=np.int64)
+        return self._index.quarantine(
+            everything[self.placement.lost(self.out_of_use(), everything)]
+        )
+
+    @property
+    def slots_to_come(self) -> int:
+        """Slots that the store may yet grow by."""
+        return 0 if self.growth is None else self.growth.to_come
+
     def step(self, *, patient: bool = True) -> None:
         """Do what is due. Never blocks. ``patient``: what takes long and was in vain last time is
         not tried again at once: where every segment holds something that is in use, looking at all

@@ -66,9 +66,12 @@ class PrefixLoader:
         copy_in: CopyIn,
         block_tokens: int,
         stretches: _io.Stretches | None = None,
+        on_end: Callable[[LoadOutcome], None] | None = None,
     ):
         """``headers`` are pieces of ``header_bytes`` each; only the loader uses them.
-        ``stretches`` are what ``copy_in`` copies, if they are all that it does."""
+        ``stretches`` are what ``copy_in`` copies, if they are all that it does. ``on_end`` is told
+        each outcome, in the loader's thread, in place of :meth:`take_outcomes`; it raises
+        nothing."""
         self._files = files
         self._errors = ThreadErrors(files.counters, "loader")
         self._frames = frames
@@ -84,7 +87,10 @@ class PrefixLoader:
         self._jobs: queue.SimpleQueue[Hit | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[LoadOutcome] = queue.SimpleQueue()
         self._overdue: list[tuple[SlotRequest, NDArray[np.int32]]] = []
+        self._on_end = on_end
         self._active = 0
+        self._guard = threading.Lock()
+        """Guards the number of active jobs."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="ssdkv-loader", daemon=True)
         self._thread.start()
@@ -95,8 +101,12 @@ class PrefixLoader:
         if self._active == 0 and not self._overdue:
             # The loader's thread has nothing to do: the devices begin before it wakes up.
             self._try(hit, self._begin)
-        self._active += 1
+        self._count(1)
         self._jobs.put(hit)
+
+    def _count(self, jobs: int) -> None:
+        with self._guard:
+            self._active += jobs
 
     def take_outcomes(self, patience_s: float = 0.0) -> list[LoadOutcome]:
         """Jobs that ended since the last call; waits so long for one, if any are under way."""
@@ -107,7 +117,7 @@ class PrefixLoader:
                 outcomes.append(self._outcomes.get(timeout > 0, timeout))
             except queue.Empty:
                 break
-        self._active -= len(outcomes)
+        self._count(-len(outcomes))
         return outcomes
 
     def active(self) -> int:
@@ -137,7 +147,12 @@ class PrefixLoader:
             if entry is None:
                 self._collect_overdue()
                 return
-            self._outcomes.put(self._load(entry))
+            outcome = self._load(entry)
+            if self._on_end is None:
+                self._outcomes.put(outcome)
+            else:
+                self._count(-1)
+                self._on_end(outcome)
 
     def _load(self, hit: Hit) -> LoadOutcome:
         outcome = hit.outcome

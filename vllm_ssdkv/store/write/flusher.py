@@ -202,6 +202,14 @@ class Flusher:
             self._durable, self._failed = [], []
             return durable, failed
 
+    def wait_results(self, timeout_s: float) -> bool:
+        """Wait until :meth:`take_results` has something to give, or the thread is to end; False
+        when the time ran out."""
+        with self._wake:
+            return self._wake.wait_for(
+                lambda: bool(self._durable or self._failed or self._stopping), timeout_s
+            )
+
     def drain(self, timeout_s: float) -> bool:
         """Wait until the outcome of everything is known; False when the time ran out."""
         with self._wake:

@@ -13,6 +13,8 @@ from vllm_ssdkv.base.sizes import format_size
 from vllm_ssdkv.config.engine import DeviceConfig, SSDKVConfig
 from vllm_ssdkv.store.devices.wear import WearLedger
 from vllm_ssdkv.store.index.frequency_sketch import FrequencySketch
+from vllm_ssdkv.store.open import StorePlace
+from vllm_ssdkv.store.placement.placement import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -130,3 +132,27 @@ class WritePolicy:
     def close(self) -> None:
         """Write down what was written."""
         self._wear.close()
+
+
+def open_write_policy(
+    place: StorePlace, placement: Placement, num_slots: int, counters: Counters
+) -> WritePolicy:
+    """Policy of a store that is open, with what was written to its devices so far. Blocks on
+    I/O.
+
+    Raises:
+        StoreError: the manifest is gone.
+    """
+    manifest = place.stored()
+    # A data file that was not made yet has no UUID: its path names it until the next start.
+    names = [device.files[0] or device.path for device in manifest.devices]
+    bytes_on = [placement.device_bytes(d) for d in range(placement.devices)]
+    share = [place.tp_size * nbytes / max(1, placement.slots) for nbytes in bytes_on]
+    given = dict(zip(place.paths, place.config.devices, strict=False))  # none, by default
+    devices = [given.get(d.path) if d.present else None for d in manifest.devices]
+    wear = WearLedger(place.state, names, counters)
+    try:
+        return WritePolicy(place.config, devices, wear, share, num_slots, counters)
+    except BaseException:
+        wear.close()
+        raise

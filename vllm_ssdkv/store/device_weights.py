@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-
-import numpy as np
-
-from vllm_ssdkv.store.index.slot_index import SlotIndex
-from vllm_ssdkv.store.placement.rebalancer import Rebalancer
+from typing import Protocol
 
 logger = logging.getLogger(__name__)
+
+
+class WeightedPlacement(Protocol):
+    """Placement whose devices have weights."""
+
+    @property
+    def weights(self) -> Sequence[float]:
+        """Share of each device in new slots."""
+
+    def reweigh(self, weights: Sequence[float]) -> None:
+        """Give devices other shares."""
+
+    def drop_lost(self) -> int:
+        """Take what lies on devices out of use only out of the index; how many blocks."""
+
+    def step(self) -> None:
+        """Go on with what is under way."""
 
 
 class DeviceWeights:
     """Health and speed of devices as the workers tell them. Used by the scheduler's thread."""
 
-    def __init__(self, rebalancer: Rebalancer, paths: Sequence[str]):
+    def __init__(self, rebalancer: WeightedPlacement, paths: Sequence[str]):
         self.paths = tuple(paths)
         self._rebalancer = rebalancer
         self._lost: set[int] = set()
@@ -25,16 +38,14 @@ class DeviceWeights:
         self._worth: dict[tuple[int, int], float] = {}
         self._even = False
 
-    def mark_lost(self, device: int, index: SlotIndex) -> int:
+    def mark_lost(self, device: int) -> int:
         """A device is out of use: what lies nowhere else is dropped. How many blocks that were; 0
         when it was known. Takes time that grows with the store, once."""
         if device in self._lost:
             return 0
         self._lost.add(device)
         self.reweigh()
-        everything = np.arange(index.num_slots, dtype=np.int64)
-        lost = self._rebalancer.placement.lost(self._rebalancer.out_of_use(), everything)
-        dropped = index.quarantine(everything[lost])
+        dropped = self._rebalancer.drop_lost()
         self._rebalancer.step()
         logger.error("ssdkv: %d stored blocks on %s are out of reach", dropped, self.paths[device])
         return dropped

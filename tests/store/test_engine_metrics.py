@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ssdkv.base.metrics import BY_NAME, Counters, bucket_keys, metric_key
-from vllm_ssdkv.connector.metrics.engine_metrics import EngineMetrics
+from vllm_ssdkv.store.engine_metrics import EngineMetrics
 from vllm_ssdkv.store.io.engines.protocol import U16, U32, U64, Batch, Op, zero_totals
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Final, Protocol
 
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.store.index.slot_index import SlotIndex
-from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 
 _GAUGES = ("ready", "free", "pinned")
 _COUNTERS: Final[tuple[tuple[str, str, dict[str, str]], ...]] = (
@@ -23,20 +22,42 @@ _COUNTERS: Final[tuple[tuple[str, str, dict[str, str]], ...]] = (
 """Metric, the index's count of it, and labels."""
 
 
+class CountedIndex(Protocol):
+    """Index with numbers."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slot numbers are below this."""
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Events since the start, by name."""
+
+    def gauges(self) -> dict[str, int]:
+        """Numbers of slots by state, and of the journal."""
+
+
+class GrowingPlacement(Protocol):
+    """Placement of a store that may grow."""
+
+    @property
+    def slots_to_come(self) -> int:
+        """Slots that the store may yet grow by."""
+
+
 class IndexMetrics:
     """Carries an index's numbers to the metrics. Used by the scheduler's thread."""
 
-    def __init__(self, index: SlotIndex, rebalancer: Rebalancer, counters: Counters):
+    def __init__(self, index: CountedIndex, placement: GrowingPlacement, counters: Counters):
         self._index = index
-        self._rebalancer = rebalancer
+        self._placement = placement
         self._counters = counters
         self._told: dict[str, int] = {}
 
     def update(self) -> None:
         """Bring the metrics up to date."""
-        gauges, growth = self._index.gauges(), self._rebalancer.growth
+        gauges, to_come = self._index.gauges(), self._placement.slots_to_come
         # Not every number has a slot: some are spare, for segments that will be striped anew.
-        to_come = 0 if growth is None else growth.to_come
         gauges["free"] += to_come
         self._counters.set("slots", float(self._index.num_slots - gauges["lost"] + to_come))
         for name in _GAUGES:

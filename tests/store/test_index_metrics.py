@@ -11,9 +11,9 @@ import pytest
 
 from tests.store.opening import CAPACITY, MODEL, close, fill, place
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.connector.metrics.index_metrics import IndexMetrics
-from vllm_ssdkv.connector.scheduler.device_weights import DeviceWeights
+from vllm_ssdkv.store.device_weights import DeviceWeights
 from vllm_ssdkv.store.index.slot_index import SlotIndex
+from vllm_ssdkv.store.index_metrics import IndexMetrics
 from vllm_ssdkv.store.maintenance.catalog import summarize
 from vllm_ssdkv.store.maintenance.offline_store import find_store
 from vllm_ssdkv.store.open import open_index, open_rank
@@ -89,7 +89,7 @@ def test_a_device_that_is_lost_is_no_room(tmp_devices: Devices) -> None:
     shares = DeviceWeights(rebalancer, [str(device) for device in devices])
     before = told(index, rebalancer)
     assert before["slots_free"] == 0
-    shares.mark_lost(2, index)
+    shares.mark_lost(2)
     after = told(index, rebalancer)
     every = np.arange(index.num_slots, dtype=np.int64)
     gone = int(rebalancer.placement.lost(rebalancer.out_of_use(), every).sum())

@@ -1,0 +1,83 @@
+"""``docs/deploy.md``: its pools and commands are valid, and the table of verbs is whole."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from tests.deploy.manifests import DEPLOY, EXTRA
+from vllm_ssdkv.cli.main import app
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.config.node import NodeConfig
+from vllm_ssdkv.config.pool import PoolConfig
+
+TEXT = (DEPLOY.parent / "docs" / "deploy.md").read_text()
+POOLS = re.findall(r"```yaml\n(# \w+\.yaml)\n(.*?)```", TEXT, re.DOTALL)
+COMMANDS = [
+    line
+    for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
+    for line in block.replace("\\\n", " ").splitlines()
+]
+
+
+@pytest.mark.parametrize(("name", "text"), POOLS, ids=[name for name, _ in POOLS])
+def test_pools_of_the_page_are_valid(name: str, text: str) -> None:
+    PoolConfig.from_options(yaml.safe_load(text), name)
+
+
+def test_there_is_a_pool_for_each_runner() -> None:
+    runners = {PoolConfig.from_options(yaml.safe_load(text)).runner for _, text in POOLS}
+    assert runners == {"hosts", "kubernetes", "ray"}
+
+
+def test_commands_of_the_page_exist() -> None:
+    ours = [shlex.split(line, comments=True) for line in COMMANDS if line.startswith("ssdkv ")]
+    assert len(ours) >= 6
+    for _, group, command, *_ in ours:
+        result = CliRunner().invoke(app, [group, command, "--help"])
+        assert result.exit_code == 0, (group, command)
+
+
+def test_the_command_of_a_node_has_valid_options() -> None:
+    (line,) = (line for line in COMMANDS if line.startswith("ssdkv node run"))
+    words = shlex.split(line)[3:]
+    pairs = list(zip(words[::2], words[1::2], strict=True))
+    listen = [value for name, value in pairs if name == "--listen"]
+    devices = [value for name, value in pairs if name == "--device"]
+    assert len(listen) + len(devices) == len(pairs)
+    NodeConfig.from_options({"listen": listen, "devices": devices})
+
+
+def test_engines_of_the_page_have_valid_options() -> None:
+    found = [shlex.split(line) for line in COMMANDS if line.startswith("vllm serve")]
+    assert len(found) == 2
+    for words in found:
+        pairs = dict(zip(words[3::2], words[4::2], strict=True))
+        options = {name.removeprefix(EXTRA): v for name, v in pairs.items() if EXTRA in name}
+        config = SSDKVConfig.from_extra_config(
+            {name: json.loads(v) if v[0] == "[" else v for name, v in options.items()}
+        )
+        assert len(config.nodes) == 1
+
+
+def test_the_table_of_verbs_has_each_once() -> None:
+    section = TEXT.partition("\n## Container verbs\n")[2].partition("\n## ")[0]
+    verbs = re.findall(r"^\| (\w+)[^|]* \|", section, re.MULTILINE)[1:]
+    assert {"create", "start", "stop", "restart", "kill", "logs", "rm"} <= set(verbs)
+
+
+def test_every_cell_of_the_comparison_has_a_source() -> None:
+    section = TEXT.partition("\n## Compared with others\n")[2].partition("\n## ")[0]
+    table, _, sources = section.partition("### Sources")
+    numbers = {int(n) for n in re.findall(r"^(\d+)\. ", sources, re.MULTILINE)}
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| ")]
+    cells = [cell.strip() for row in rows[1:] for cell in row[1:]]
+    assert len(cells) % 4 == 0
+    assert [c for c in cells if c != "not found" and not re.search(r"\[\d+\]", c)] == []
+    used = {int(n) for cell in cells for n in re.findall(r"\[(\d+)\]", cell)}
+    assert used == numbers

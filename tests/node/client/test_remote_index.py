@@ -1,0 +1,253 @@
+"""A scheduler's view of a node that dies, stalls, comes back or is another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.node.client.scripted_node import SLOTS, Connection, ScriptedNode
+from vllm_ssdkv.base.errors import StoreError
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.node.client.node_link import NodeLink
+from vllm_ssdkv.node.client.remote_index import RemoteIndex, RemotePlacement
+from vllm_ssdkv.node.client.session import CALL_S
+from vllm_ssdkv.node.protocol.channel import Frame
+from vllm_ssdkv.node.protocol.messages import (
+    Claim,
+    Claimed,
+    Drop,
+    Last,
+    Leave,
+    Lookup,
+    Message,
+    Pin,
+    Position,
+    Slots,
+    Touch,
+    Unpin,
+    pack,
+    unpack,
+    unpack_keys,
+)
+from vllm_ssdkv.store.index.slot_index import FULL, TAKEN, SlotState
+
+KEYS = [bytes([i]) * 32 for i in range(6)]
+STORED = {KEYS[0]: (3, 30), KEYS[1]: (4, 40)}
+
+
+def answers(connection: Connection, message: Message, frame: Frame) -> Message | None:
+    """A store with two blocks, one that is being written, and two free slots."""
+    match message:
+        case Lookup(keys):
+            found = []
+            for key in unpack_keys(keys):
+                if key not in STORED:
+                    break
+                found.append(STORED[key])
+            slots, epochs = zip(*found, strict=True) if found else ((), ())
+            return Slots(pack(slots), pack(epochs))
+        case Last(_, first, end, _):
+            return Position(min(first + 1, end))
+        case Claim(keys):
+            new = {KEYS[2]: (TAKEN, 0), KEYS[3]: (7, 70), KEYS[4]: (8, 80)}
+            of = [
+                (TAKEN, 0) if key in STORED else new.get(key, (FULL, 0))
+                for key in unpack_keys(keys)
+            ]
+            slots, epochs = zip(*of, strict=True)
+            return Claimed(pack(slots), pack(epochs))
+        case _:
+            return None
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[ScriptedNode]:
+    made = ScriptedNode(tmp_path, answers)
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+@pytest.fixture
+def index(node: ScriptedNode, counters: Counters) -> Iterator[RemoteIndex]:
+    link = NodeLink(node.peer("scheduler"), counters, with_bytes=False)
+    link.start()
+    made = RemoteIndex(link, counters)
+    yield made
+    made.close()
+
+
+def unknown() -> None:
+    return None
+
+
+def until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def of_kind(node: ScriptedNode, kind: type[Message]) -> list[Message]:
+    return [message for message in node.told if isinstance(message, kind)]
+
+
+def test_a_prefix_is_found_once_a_step(node: ScriptedNode, index: RemoteIndex) -> None:
+    for _ in range(2):
+        assert index.lookup(KEYS[:2]).tolist() == [3, 4]
+    assert len(of_kind(node, Lookup)) == 1, "the second answer is remembered"
+    assert index.epochs(np.array([3, 4])).tolist() == [30, 40]
+    assert index.find(KEYS[1]) == 4
+    assert index.key(4) == KEYS[1]
+    RemotePlacement(index).step()
+    assert index.find(KEYS[1]) is None
+    assert index.lookup(KEYS).tolist() == [3, 4]
+    assert len(of_kind(node, Lookup)) == 2
+
+
+def test_claims_are_pinned_and_given_back(node: ScriptedNode, index: RemoteIndex) -> None:
+    assert index.claim(KEYS[1:]).tolist() == [TAKEN, TAKEN, 7, 8, FULL]
+    assert index.state(7) is SlotState.READY
+    assert index.holds(7, 70)
+    assert not index.holds(7, 71)
+    index.drop(np.array([8, 9]))
+    assert index.state(8) is SlotState.FREE
+    index.unpin(np.array([7, 8, 9]))
+    until(lambda: of_kind(node, Unpin))
+    assert of_kind(node, Drop) == [Drop(pack([8]), pack([80]), "engine")]
+    assert of_kind(node, Unpin) == [Unpin(pack([7, 8]), pack([70, 80]))]
+
+
+def test_what_needs_no_answer_is_told_in_order(node: ScriptedNode, index: RemoteIndex) -> None:
+    index.touch_chain(KEYS[:2])
+    index.pin(index.lookup(KEYS[:1]))
+    assert index.last(KEYS, 0, 4, [0]) == 1
+    kinds = [type(message) for message in node.told]
+    assert kinds == [Touch, Lookup, Pin, Last]
+    (pin,) = of_kind(node, Pin)
+    assert isinstance(pin, Pin)
+    assert (unpack(pin.slots).tolist(), unpack(pin.epochs).tolist()) == ([3], [30])
+
+
+def test_a_node_that_is_gone_has_nothing_and_comes_back(
+    node: ScriptedNode, index: RemoteIndex, counters: Counters
+) -> None:
+    index.pin(index.lookup(KEYS[:2]))
+    node.kill()
+    RemotePlacement(index).step()
+    begun = time.monotonic()
+    assert index.lookup(KEYS).tolist() == []
+    assert index.claim(KEYS).tolist() == [TAKEN] * len(KEYS)
+    assert index.last(KEYS, 0, 4, [0]) == 0
+    assert time.monotonic() - begun < CALL_S
+    assert counters.total("stores_skipped", cause="node") == len(KEYS)
+    until(lambda: counters.total("node_sessions_lost") == 1)
+    node.told.clear()
+    node.start()
+    until(lambda: index.lookup(KEYS).tolist() == [3, 4])
+    index.unpin(np.array([3, 4]))
+    index.pin(np.array([3]))
+    until(lambda: of_kind(node, Pin))
+    assert not of_kind(node, Unpin), "pins of the session before are not undone in this one"
+
+
+def test_a_promised_load_can_be_planned_without_the_node(
+    node: ScriptedNode, index: RemoteIndex
+) -> None:
+    slots = index.lookup(KEYS[:2])
+    node.kill()
+    until(lambda: index.claim(KEYS[:1]).tolist() == [TAKEN] and index.epoch(3) == 0)
+    assert index.lookup(KEYS[:2]).tolist() == slots.tolist()
+    assert index.epochs(slots).tolist() == [0, 0], "no block has this epoch: the load fails"
+
+
+def test_a_node_that_stalls_costs_one_deadline(node: ScriptedNode, index: RemoteIndex) -> None:
+    node.stopped.set()
+    begun = time.monotonic()
+    assert index.lookup(KEYS).tolist() == []
+    assert time.monotonic() - begun < 2 * CALL_S + 1
+    begun = time.monotonic()
+    for _ in range(20):
+        assert index.lookup(KEYS).tolist() == []
+    assert time.monotonic() - begun < 1
+    node.stopped.clear()
+    until(lambda: index.lookup(KEYS).tolist() == [3, 4])
+
+
+def test_an_answer_to_something_else_ends_the_session(tmp_path: Path, counters: Counters) -> None:
+    node = ScriptedNode(tmp_path, lambda *_: Position(1))
+    link = NodeLink(node.peer("scheduler"), counters, with_bytes=False)
+    link.start()
+    index = RemoteIndex(link, counters)
+    assert index.lookup(KEYS).tolist() == []
+    assert counters.total("node_call_failures") == 1
+    index.close()
+    node.kill()
+
+
+def test_slots_beyond_the_store_are_not_used(node: ScriptedNode, counters: Counters) -> None:
+    node.slots = 4
+    link = NodeLink(node.peer("scheduler"), counters, with_bytes=False)
+    link.start()
+    index = RemoteIndex(link, counters)
+    assert index.lookup(KEYS).tolist() == [3]
+    assert index.claim(KEYS[3:5]).tolist() == [FULL, FULL]
+    until(lambda: of_kind(node, Unpin))
+    index.close()
+
+
+@pytest.mark.parametrize("fault", ["nobody", "version"])
+def test_a_start_without_its_node_says_why(tmp_path: Path, fault: str, counters: Counters) -> None:
+    node = ScriptedNode(tmp_path, answers)
+    node.version = 77
+    if fault == "nobody":
+        node.kill()
+    link = NodeLink(node.peer("scheduler"), counters, with_bytes=False)
+    with pytest.raises(StoreError, match=r"node\.sock") as caught:
+        link.start(timeout=0.5)
+    assert ("77" in str(caught.value)) == (fault == "version")
+    node.kill()
+
+
+def test_a_request_waits_for_what_others_compute(
+    node: ScriptedNode, index: RemoteIndex, counters: Counters
+) -> None:
+    others = 3
+
+    def busy(connection: Connection, message: Message, frame: Frame) -> Message | None:
+        answer = answers(connection, message, frame)
+        if isinstance(message, Lookup) and isinstance(answer, Slots):
+            assert message.chain
+            left = 0 if message.take_over else others
+            return Slots(answer.slots, answer.epochs, left)
+        return answer
+
+    node.script = busy
+    assert index.awaits("a", KEYS, unknown)
+    assert index.awaits("a", KEYS, unknown), "and asks nobody so soon"
+    assert len(of_kind(node, Lookup)) == 1
+    others = 0
+    until(lambda: not index.awaits("a", KEYS, unknown))
+    assert counters.total("prefix_waits", end="served") == 1
+    asked = len(of_kind(node, Lookup))
+    assert index.lookup(KEYS).tolist() == [3, 4]
+    assert len(of_kind(node, Lookup)) == asked, "the answer is known"
+    others = 3
+    assert index.awaits("b", KEYS, lambda: 0.0)
+    until(lambda: not index.awaits("b", KEYS, lambda: 0.0))
+    assert counters.total("prefix_waits", end="taken_over") == 1
+    index.computes_no_more("b")
+    until(lambda: Leave(2) in node.told)
+
+
+def test_numbers_come_once_a_second(index: RemoteIndex) -> None:
+    until(lambda: index.gauges()["free"] == 2)
+    assert index.num_slots == SLOTS

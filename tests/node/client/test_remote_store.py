@@ -1,0 +1,327 @@
+"""A worker's view of a node: saves and hits, and a node that dies, stalls or lies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.node.client.scripted_node import FRAME, FRAMES, Connection, ScriptedNode
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.node.client.remote_store import RemoteStore
+from vllm_ssdkv.node.protocol.channel import Frame
+from vllm_ssdkv.node.protocol.messages import (
+    Arrived,
+    Copied,
+    Discard,
+    Load,
+    LoadEnded,
+    Message,
+    Save,
+    Taken,
+    WriteFailed,
+    Written,
+    pack,
+    unpack,
+)
+from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
+
+DEADLINE_S = 1.0
+NONE = pack([])
+
+
+class Script:
+    """Answers of a node; tests change them."""
+
+    def __init__(self) -> None:
+        self.saved: dict[int, bytes] = {}
+        """Bytes of saved slots."""
+        self.lost: list[int] = []
+        """Positions of each save that are not kept."""
+        self.silent = False
+        self.blocks: list[int] | None = None
+        """Blocks that come of a load, in place of those that were asked for."""
+        self.complete = True
+        self.loads: list[Load] = []
+        self.copied: list[int] = []
+
+    def __call__(self, connection: Connection, message: Message, frame: Frame) -> Message | None:
+        if self.silent:
+            return None
+        match message:
+            case Save(slots, epochs, places=places):
+                self._save(connection, unpack(slots), unpack(places))
+                kept = [i for i in range(len(unpack(slots))) if i not in self.lost]
+                connection.push(Taken(pack(self.lost)), frame.call_id)
+                pairs = pack(unpack(slots)[kept]), pack(unpack(epochs)[kept])
+                connection.push(Written(*pairs))
+            case Load():
+                self.loads.append(message)
+                blocks = self.blocks or [b for b in unpack(message.blocks).tolist() if b]
+                offsets = np.arange(len(blocks)) * FRAME
+                for at, block in zip(offsets.tolist(), blocks, strict=True):
+                    connection.node.arena[at : at + FRAME] = block
+                connection.push(Arrived(0, pack(blocks), pack(offsets)), frame.call_id)
+            case Copied(part):
+                self.copied.append(part)
+                copied = self.loads[-1].compared
+                ended = LoadEnded(self.complete, NONE, NONE, 16, copied=copied)
+                connection.push(ended, frame.call_id, [bytes([77]) * FRAME] if copied else [])
+            case _:
+                pass
+        return None
+
+    def _save(
+        self, connection: Connection, slots: NDArray[np.int64], places: NDArray[np.int64]
+    ) -> None:
+        assert connection.region is not None
+        for slot, place in zip(slots.tolist(), places.tolist(), strict=True):
+            self.saved[slot] = bytes(connection.region[place : place + FRAME])
+
+
+class Engine:
+    """A worker's store, and an HBM of bytes."""
+
+    def __init__(self, node: ScriptedNode):
+        self.counters = Counters()
+        self.store = RemoteStore(node.peer("worker"), self.counters, 16, DEADLINE_S)
+        self.store.open()
+        self.store.tell_weights(b"weights")
+        self.hbm: dict[int, bytes] = {}
+        self.breaks = False
+        self.store.start(self._copy_in)
+
+    def _copy_in(self, frames: NDArray[np.int32], blocks: NDArray[np.int64]) -> None:
+        if self.breaks:
+            raise RuntimeError("HBM is gone")
+        assert len(self.store.load_frames.address(frames)) == len(blocks)
+        for frame, block in zip(frames.tolist(), blocks.tolist(), strict=True):
+            self.hbm[block] = self.store.load_frames.view(frame).tobytes()
+
+    def save(self, *slots: int) -> list[int]:
+        """Save as many of these slots as there are places for."""
+        wanted = np.array(slots, dtype=np.int64)
+        places = self.store.reserve_frames(wanted, wait=False)
+        for slot, place in zip(slots, places.tolist(), strict=False):
+            self.store.save_frames.view(place)[:] = slot
+        done = wanted[: len(places)]
+        self.store.filled(done, self.store.tails)
+        self.store.flush(done, done + 100, [bytes([s]) * 32 for s in done.tolist()])
+        return [int(slot) for slot in done]
+
+    def written(self, count: int) -> tuple[list[int], list[int]]:
+        """Slots that were written and that failed, as soon as they are so many."""
+        written: list[int] = []
+        failed: list[int] = []
+        deadline = time.monotonic() + 20
+        while len(written) + len(failed) < count and time.monotonic() < deadline:
+            more, less = self.store.take_write_results()
+            written += [slot for slot, epoch in more if epoch == slot + 100]
+            failed += [slot for slot, epoch in less if epoch == slot + 100]
+            time.sleep(0.005)
+        return sorted(written), sorted(failed)
+
+    def load(self, *blocks: int, compared: bool = False) -> None:
+        """Ask for a hit of as many blocks."""
+        slots = np.arange(len(blocks), dtype=np.int64)
+        keys = tuple(bytes([s]) * 32 for s in slots.tolist())
+        ids = np.array(blocks, dtype=np.int64)
+        job = LoadJob("request", slots, slots + 100, keys, ids, len(blocks), compared=compared)
+        self.store.load(job)
+
+    def outcome(self, patience_s: float = 20.0) -> LoadOutcome:
+        """The next load that ends."""
+        deadline = time.monotonic() + patience_s
+        while not (found := self.store.take_load_outcomes(0.02)):
+            assert time.monotonic() < deadline, "a load hangs"
+        (outcome,) = found
+        return outcome
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def node(tmp_path: Path, script: Script) -> Iterator[ScriptedNode]:
+    made = ScriptedNode(tmp_path, script)
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def engine(node: ScriptedNode) -> Iterator[Engine]:
+    made = Engine(node)
+    yield made
+    made.store.close()
+
+
+def until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_blocks_go_through_the_region(engine: Engine, script: Script) -> None:
+    for first in (0, 4, 8):  # the places are used again
+        slots = engine.save(*range(first, first + 6))
+        assert len(slots) == 4, "there are four places"
+        assert engine.written(4) == (slots, [])
+        assert all(script.saved[slot] == bytes([slot]) * FRAME for slot in slots)
+    assert engine.store.open_frames == FRAMES
+    assert engine.store.frame_gauges() == {"dram_frames": FRAMES}
+
+
+def test_what_the_node_does_not_keep_has_failed(engine: Engine, script: Script) -> None:
+    script.lost = [1]
+    engine.save(1, 2, 3)
+    assert engine.written(3) == ([1, 3], [2])
+
+
+def test_a_write_that_failed_is_told_once(engine: Engine, node: ScriptedNode) -> None:
+    node.script = _fails
+    engine.save(5)
+    assert engine.written(1) == ([], [5])
+    assert engine.store.take_write_results() == ([], [])
+
+
+def _fails(connection: Connection, message: Message, frame: Frame) -> None:
+    if isinstance(message, Save):
+        connection.push(Taken(NONE), frame.call_id)
+        for _ in range(2):
+            connection.push(WriteFailed(message.slots, message.epochs))
+
+
+def test_abandoned_blocks_are_not_told_of(engine: Engine, node: ScriptedNode) -> None:
+    slots = np.array([1, 2], dtype=np.int64)
+    assert len(engine.store.reserve_frames(slots, wait=False)) == 2
+    engine.store.abandon(slots)
+    assert len(engine.store.reserve_frames(np.arange(4, dtype=np.int64), wait=False)) == 4
+    engine.store.abandon(np.arange(4, dtype=np.int64))
+    node.script = lambda *_: None
+    engine.save(7)
+    engine.store.abandon(np.array([7], dtype=np.int64))
+    until(lambda: Discard(pack([7]), pack([107])) in node.told)
+    assert engine.store.take_write_results() == ([], [])
+
+
+def test_a_hit_is_copied_from_the_nodes_memory(engine: Engine, script: Script) -> None:
+    script.blocks = [3, 5]
+    engine.load(3, 0, 5)
+    outcome = engine.outcome()
+    assert outcome.complete
+    assert outcome.tokens_from_dram == 16
+    assert engine.hbm == {3: bytes([3]) * FRAME, 5: bytes([5]) * FRAME}
+    assert script.copied == [0]
+
+
+def test_a_block_to_compare_comes_with_the_end(engine: Engine) -> None:
+    engine.load(3, 0, compared=True)
+    outcome = engine.outcome()
+    assert outcome.complete
+    assert outcome.copy is not None
+    slot, epoch, copy = outcome.copy
+    assert (slot, epoch, copy.tobytes()) == (1, 101, bytes([77]) * FRAME)
+
+
+def test_a_hit_of_which_a_block_is_missing_has_failed(engine: Engine, script: Script) -> None:
+    script.blocks = [3]
+    engine.load(3, 5)
+    assert not engine.outcome().complete
+
+
+def test_a_block_that_was_not_asked_for_is_never_copied(engine: Engine, script: Script) -> None:
+    script.blocks = [3, 6]
+    engine.load(3, 5)
+    assert not engine.outcome().complete
+    assert engine.hbm == {}
+    until(lambda: engine.counters.total("node_sessions_lost") == 1)
+
+
+def test_a_copy_that_fails_fails_its_load_alone(engine: Engine) -> None:
+    engine.breaks = True
+    engine.load(3)
+    assert not engine.outcome().complete
+    engine.breaks = False
+    engine.load(4)
+    assert engine.outcome().complete
+
+
+def test_a_node_that_dies_fails_what_is_under_way(
+    engine: Engine, node: ScriptedNode, script: Script
+) -> None:
+    script.silent = True
+    engine.save(1, 2)
+    engine.load(3)
+    until(lambda: len(node.told) == 2)
+    node.kill()
+    assert not engine.outcome().complete
+    assert engine.written(2) == ([], [1, 2])
+    assert engine.save(3) == [], "while it is gone there are no places"
+    engine.load(4)
+    assert not engine.outcome().complete
+    script.silent = False
+    node.start()
+    until(lambda: engine.store.take_write_results() == ([], []) and engine.save(9) == [9])
+    assert engine.written(1) == ([9], [])
+    engine.load(5)
+    assert engine.outcome().complete
+
+
+def test_places_of_a_session_are_never_those_of_the_next(
+    engine: Engine, node: ScriptedNode
+) -> None:
+    slots = np.array([1], dtype=np.int64)
+    (place,) = engine.store.reserve_frames(slots, wait=False)
+    address = engine.store.save_frames.address(np.array([place]))
+    node.kill()
+    node.start()
+    until(lambda: engine.counters.total("node_sessions_lost") == 1)
+    time.sleep(0.5)
+    engine.store.take_write_results()
+    assert engine.store.save_frames.address(np.array([place])) == address, "it is held"
+    engine.store.flush(slots, slots + 100, [bytes(32)])
+    assert engine.written(1) == ([], [1])
+    until(lambda: engine.store.take_write_results() == ([], []) and engine.save(2) == [2])
+
+
+@pytest.mark.parametrize("beats", [True, False])
+def test_a_node_that_stalls_is_given_up(node: ScriptedNode, script: Script, beats: bool) -> None:
+    """With heartbeats, as where its drives hang, and without, as where it is stopped."""
+    node.beats = beats
+    engine = Engine(node)
+    script.silent = True
+    engine.save(1, 2)
+    engine.load(3)
+    begun = time.monotonic()
+    assert not engine.outcome().complete
+    assert engine.written(2) == ([], [1, 2])
+    assert time.monotonic() - begun < 10 * DEADLINE_S
+    engine.store.close()
+
+
+def test_a_node_with_other_frames_is_not_used(engine: Engine, node: ScriptedNode) -> None:
+    """As of a store that is encrypted by now: blocks would lie elsewhere in them."""
+    node.kill()
+    node.encrypted = True
+    node.start()
+    until(lambda: engine.counters.total("node_sessions_lost") == 1)
+    time.sleep(1.0)
+    engine.store.take_write_results()
+    assert engine.save(1) == []
+    engine.load(3)
+    assert not engine.outcome().complete
+    node.encrypted = False
+    until(lambda: engine.store.take_write_results() == ([], []) and engine.save(2) == [2])
+
+
+def test_the_end_waits_for_what_was_flushed(engine: Engine, script: Script) -> None:
+    engine.save(1, 2, 3)
+    engine.store.close()
+    assert sorted(script.saved) == [1, 2, 3]

@@ -1,0 +1,60 @@
+"""Metrics of a node itself, on the port of its option ``metrics``.
+
+Beside them it shows those of its stores, under the names that engines have for them.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vllm_ssdkv.base.metric import Label, Metric, counter, gauge
+
+CALLS: Final = (
+    *("Bind", "Lookup", "Last", "Claim", "Touch", "Pin", "Unpin", "Drop", "ForgetAll"),
+    *("AskGauges", "TellWeights", "Save", "Load", "Discard", "AskStatus"),
+)
+"""Names of calls, for a label."""
+
+REFUSALS: Final = (
+    *("magic", "flags", "sequence", "size", "files", "kind", "version", "body", "credit"),
+    *("order", "memory", "keys", "store", "limit", "closing"),
+)
+"""Causes for which a connection is refused, for a label."""
+
+NODE_SERVER_METRICS: Final[tuple[Metric, ...]] = (
+    gauge(
+        "node_sessions",
+        "sessions",
+        "Halves of engines, and askers, that are connected to the node.",
+        Label("role", ("scheduler", "worker", "status")),
+    ),
+    gauge("node_stores", "stores", "Stores that the node has open."),
+    gauge("node_pins", "pins", "Pins of slots that sessions hold: leases that are out."),
+    gauge("node_claims", "slots", "Slots that engines have claimed and that are not written yet."),
+    counter("node_calls", "calls", "Calls that the node has carried out.", Label("call", CALLS)),
+    counter(
+        "node_bytes",
+        "bytes",
+        "Bytes of blocks that engines have saved in the node and loaded from it.",
+        Label("direction", ("saved", "loaded")),
+    ),
+    counter(
+        "node_refusals",
+        "connections",
+        "Connections that the node has refused, at their beginning or for a frame, by cause.",
+        Label("cause", REFUSALS),
+    ),
+    counter(
+        "node_sessions_ended",
+        "sessions",
+        "Sessions that have ended: the engine's connection is gone or was silent for the lease, "
+        "the node refused a frame, or the node ended.",
+        Label("cause", ("gone", "refused", "closing")),
+    ),
+    counter(
+        "node_pins_released",
+        "pins",
+        "Pins that were undone because their session ended.",
+    ),
+)
+"""Of the node's process, not of an engine's."""

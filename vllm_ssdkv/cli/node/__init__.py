@@ -1,0 +1,1 @@
+"""``ssdkv node``: keys of nodes, nodes, and how they are."""

@@ -1,0 +1,1 @@
+"""Storage nodes: a store with an address, which the engines of a host or of several share."""

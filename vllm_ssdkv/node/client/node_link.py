@@ -1,0 +1,175 @@
+"""Link to a node: one session at a time, made anew in the background when one has ended."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from vllm_ssdkv.base.errors import (
+    NodeError,
+    NodeGoneError,
+    NodeRefusedError,
+    SSDKVError,
+    StoreError,
+)
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.node.client.session import Peer, Session
+from vllm_ssdkv.node.protocol.messages import Welcome
+
+logger = logging.getLogger(__name__)
+
+START_S: Final = 10.0
+"""How long an engine's start waits for its node."""
+
+CONNECT_S: Final = 3.0
+"""Deadline of each later attempt."""
+
+FIRST_PAUSE_S: Final = 0.1
+LONGEST_PAUSE_S: Final = 5.0
+"""Pauses between attempts double from the first to the longest."""
+
+_LOOK_S: Final = 0.05
+"""How often the thread looks whether a session has ended."""
+
+
+class NodeLink:
+    """Keeps a session with one node. Any thread may read :attr:`session`.
+
+    A session that ends is followed by another one as soon as the node answers. What is known of
+    slots belongs to one session: whoever uses it looks whether it is still the same.
+
+    Example:
+        link = NodeLink(peer, counters, with_bytes=False)
+        link.start()
+        session = link.session
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        counters: Counters,
+        *,
+        with_bytes: bool,
+        opened: Callable[[Session], None] | None = None,
+    ):
+        """
+        Args:
+            peer: The node, and this half of the engine.
+            counters: Where sessions are counted.
+            with_bytes: Whether sessions have a connection for bytes. Those that have ended are
+                then closed by whoever uses it.
+            opened: Called with each new session before anybody else has it, in the thread that
+                opened it; a NodeError of it ends the session.
+        """
+        self.peer = peer
+        self._counters, self._with_bytes, self._opened = counters, with_bytes, opened
+        self._session: Session | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ssdkv-node-link", daemon=True)
+        self._refusal = ""
+        self._shape: tuple[int, bool, bytes] | None = None
+
+    @property
+    def session(self) -> Session | None:
+        """The session, while the node answers."""
+        found = self._session
+        return None if found is None or found.ended else found
+
+    def start(self, timeout: float = START_S) -> Session:
+        """Open the first session, and keep one from now on.
+
+        Raises:
+            StoreError: the node does not answer or refuses; the text names address and way out.
+        """
+        deadline = time.monotonic() + timeout
+        pause = FIRST_PAUSE_S
+        while True:
+            try:
+                session = self._open(max(0.1, deadline - time.monotonic()))
+                break
+            except NodeError as error:
+                if not isinstance(error, NodeGoneError) or time.monotonic() + pause > deadline:
+                    raise StoreError(
+                        f"nodes: the node {self.peer.address} cannot be used: {error}; see that "
+                        "it runs (`ssdkv node status`), or leave out the option nodes"
+                    ) from error
+            time.sleep(pause)
+            pause = min(2 * pause, 1.0)
+        self._thread.start()
+        return session
+
+    def _open(self, timeout: float) -> Session:
+        session = Session.open(self.peer, with_bytes=self._with_bytes, timeout=timeout)
+        try:
+            self._check(session.welcome)
+            if self._opened is not None:
+                self._opened(session)
+        except BaseException:
+            session.close()
+            raise
+        if self._session is not None and not self._with_bytes:
+            self._session.close()
+        self._session = session
+        self._counters.set("node_connected", 1.0)
+        return session
+
+    def _check(self, welcome: Welcome) -> None:
+        """Refuse a store whose blocks lie otherwise, or have other names, than at the start."""
+        shape = (welcome.frame_bytes, welcome.encrypted, bytes(welcome.name_key))
+        if self._shape not in (None, shape):
+            raise NodeRefusedError(
+                f"the store of the node {self.peer.address} is another one than when this engine "
+                "started: start the engine again"
+            )
+        self._shape = shape
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_LOOK_S):
+            session = self._session
+            if session is not None and not session.ended:
+                continue
+            self._counters.set("node_connected", 0.0)
+            self._counters.add("node_sessions_lost", 1)
+            logger.warning(
+                "ssdkv: the node %s does not answer: nothing is found in it or stored until it "
+                "does; requests are computed",
+                self.peer.address,
+            )
+            if not self._reconnect():
+                return
+
+    def _reconnect(self) -> bool:
+        """Open a session; False: the link was closed meanwhile."""
+        pause = FIRST_PAUSE_S
+        while not self._stopping.wait(pause):
+            try:
+                self._open(CONNECT_S)
+            except SSDKVError as error:
+                if str(error) != self._refusal and pause >= LONGEST_PAUSE_S:
+                    self._refusal = str(error)
+                    logger.warning(
+                        "ssdkv: the node %s cannot be reached: %s", self.peer.address, error
+                    )
+            except Exception:  # whatever it is, the engine must find its node again
+                self._counters.add("thread_errors", 1, thread="node")
+                logger.exception("ssdkv: connecting to %s failed", self.peer.address)
+            else:
+                logger.info("ssdkv: the node %s answers again", self.peer.address)
+                return True
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+        return False
+
+    def close(self) -> None:
+        """End the session and the thread."""
+        self._stopping.set()
+        session = self._session
+        if session is not None:
+            session.end()
+        if self._thread.is_alive():
+            self._thread.join(CONNECT_S + 1.0)
+        if session is not None and not self._with_bytes:
+            session.close()
+        self._counters.set("node_connected", 0.0)

@@ -1,0 +1,419 @@
+"""Existence in a node, as a scheduler asks for it.
+
+Satisfies the protocols ``BlockIndex`` and ``SlotPlacement`` of the connector.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv.base.errors import NodeError, StoreError
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.node.client.awaited_chains import AwaitedChains
+from vllm_ssdkv.node.client.node_link import NodeLink
+from vllm_ssdkv.node.client.session import CALL_S, Session
+from vllm_ssdkv.node.protocol.messages import (
+    MAX_ENTRIES,
+    AskGauges,
+    Bind,
+    Bound,
+    Claim,
+    Claimed,
+    Drop,
+    Gauges,
+    Last,
+    Leave,
+    Lookup,
+    Message,
+    Pin,
+    Position,
+    Slots,
+    Touch,
+    Unpin,
+    pack,
+    pack_keys,
+    unpack,
+)
+from vllm_ssdkv.store.block_index import Seconds
+from vllm_ssdkv.store.format.segment import Segment
+from vllm_ssdkv.store.index.slot_index import FULL, SlotState
+
+logger = logging.getLogger(__name__)
+
+I64 = NDArray[np.int64]
+
+LOOK_S: Final = 1.0
+"""How often the node is asked for its numbers, which is how a node that is gone is noticed."""
+
+_NO_SLOTS: Final = np.zeros(0, dtype=np.int64)
+_NO_GAUGES: Final = {
+    "ready": 0,
+    "free": 0,
+    "evictable": 0,
+    "pinned": 0,
+    "lost": 0,
+    "journal_bytes": 0,
+}
+
+Answer = TypeVar("Answer", bound=Message)
+
+
+class RemoteIndex:
+    """Index of a node, used by the scheduler's thread.
+
+    What was found is remembered until the next step, so that a load that was promised to vLLM can
+    be planned whatever the node does meanwhile: loads check epochs and keys. While the node does
+    not answer, nothing is found, and no block gets a slot.
+
+    Example:
+        index = RemoteIndex(link, counters)
+        slots = index.lookup(keys)
+    """
+
+    def __init__(self, link: NodeLink, counters: Counters):
+        """``link`` was started; it is closed by :meth:`close`."""
+        session = link.session
+        if session is None:
+            raise StoreError(f"the node {link.peer.address} is gone")
+        self._link, self._metrics = link, counters
+        self._session: Session | None = session
+        self.num_slots = session.welcome.num_slots
+        self.counters: Mapping[str, int] = Counter()
+        self._stored = 0
+        self._epochs = np.zeros(self.num_slots, dtype=np.int64)
+        """Of slots as this session knows them; 0: not known."""
+        self._live = np.zeros(self.num_slots, dtype=np.bool_)
+        """Slots that hold what this session knows of, as far as it knows."""
+        self._found: dict[bytes, int] = {}
+        """Slots by key, of the lookups since the last step."""
+        self._names: dict[int, bytes] = {}
+        """The reverse."""
+        self._absent: set[bytes] = set()
+        """Keys that were not found since the last step."""
+        self._chains = AwaitedChains()
+        self._pins: Counter[int] = Counter()
+        self._gauges = dict(_NO_GAUGES)
+        self._stopping = threading.Event()
+        self._watch = threading.Thread(target=self._look, name="ssdkv-node-watch", daemon=True)
+        self._watch.start()
+
+    # ---- the node ----
+
+    def _current(self) -> Session | None:
+        """The session; what is known of slots of another one is forgotten."""
+        session = self._link.session
+        if session is not self._session:
+            # Not what was found: a load of it may have been promised, and fails by itself.
+            self._epochs[:] = 0
+            self._live[:] = False
+            self._pins.clear()
+            self._session = session
+            if session is not None and session.welcome.num_slots > self.num_slots:
+                logger.warning(
+                    "ssdkv: the store of node %s has more slots than when this engine started; "
+                    "blocks in the others are not found until it starts again",
+                    self._link.peer.address,
+                )
+        return session
+
+    def _call(self, message: Message, answer: type[Answer]) -> Answer | None:
+        """Call the node; None: it is gone, or does not answer."""
+        session = self._current()
+        if session is None:
+            return None
+        try:
+            return session.call(message, answer)
+        except NodeError as error:
+            self._metrics.add("node_call_failures", 1)
+            if not session.ended:
+                logger.warning(
+                    "ssdkv: the node %s refused a call: %s", self._link.peer.address, error
+                )
+            return None
+
+    def _tell(self, message: Message) -> None:
+        session = self._current()
+        if session is not None:
+            session.tell(message)
+
+    def _look(self) -> None:
+        """Ask for the node's numbers now and then, in a thread."""
+        while not self._stopping.wait(LOOK_S):
+            session = self._link.session
+            if session is None:
+                self._gauges = dict(_NO_GAUGES)
+                continue
+            try:
+                told = session.call(AskGauges(), Gauges)
+            except NodeError:
+                continue  # the link says so
+            self._gauges = {**_NO_GAUGES, **told.gauges}
+
+    def bind(self, patience_s: float) -> list[bytes]:
+        """Digest of each rank's weights, as the ranks have told the node.
+
+        Raises:
+            StoreError: a rank has not told.
+        """
+        session, why = self._current(), "it is gone"
+        if session is not None:
+            try:
+                return session.call(Bind(patience_s), Bound, patience_s + CALL_S).weights
+            except NodeError as error:
+                why = str(error)
+        raise StoreError(
+            f"nodes: the node {self._link.peer.address} does not know what weights this engine's "
+            f"workers hold: {why}; start the engine again"
+        )
+
+    # ---- finding ----
+
+    def find(self, key: bytes) -> int | None:
+        """Slot of a key that was found in this step. Asks nobody."""
+        return self._found.get(key)
+
+    def lookup(self, keys: Sequence[bytes]) -> I64:
+        """Slots of the longest prefix of ``keys`` that is ready; one round trip, or none where all
+        of them were found in this step."""
+        known = [self._found.get(key, -1) for key in keys]
+        end = known.index(-1) if -1 in known else len(known)
+        if end == len(known) or keys[end] in self._absent:
+            return np.array(known[:end], dtype=np.int64)
+        found = [_NO_SLOTS]
+        for part in _parts(keys):
+            told = self._call(Lookup(pack_keys(part)), Slots)
+            if told is None:
+                break
+            found.append(self._usable(part, told))
+            if len(found[-1]) < len(part):
+                break
+        return np.concatenate(found)
+
+    def awaits(self, name: str, keys: Sequence[bytes], seconds: Seconds) -> bool:
+        """Check whether a request had better wait: others compute what is missing of its blocks.
+
+        Args:
+            name: Of the request.
+            keys: Of its blocks that are not in HBM.
+            seconds: Says how long it would compute all of them.
+        """
+        chain = self._chains.of(name)
+        if not self._chains.asks_again(chain):
+            return True
+        over = chain.begun is not None and self._chains.overdue(chain, seconds())
+        part = keys[:MAX_ENTRIES]
+        told = self._call(Lookup(pack_keys(part), chain.number, over), Slots)
+        if told is not None:
+            slots = self._usable(part, told)
+            if told.expected and not over:
+                self._chains.told(chain, len(slots))
+                return True
+            self._absent.update(part[len(slots) : len(slots) + 1])
+        if chain.begun is not None:
+            chain.begun = None
+            self._metrics.add("prefix_waits", 1, end="taken_over" if over else "served")
+        return False
+
+    def computes_no_more(self, name: str) -> None:
+        """A request has ended. Does not wait."""
+        chain = self._chains.take(name)
+        if chain is not None:
+            self._tell(Leave(chain.number))
+
+    def _usable(self, keys: Sequence[bytes], told: Slots) -> I64:
+        """Slots of an answer that are below :attr:`num_slots`, remembered."""
+        slots, epochs = unpack(told.slots), unpack(told.epochs)
+        inside = (slots >= 0) & (slots < self.num_slots)
+        if not inside.all():
+            slots, epochs = slots[: inside.argmin()], epochs[: inside.argmin()]
+        self._remember(keys, slots, epochs)
+        return slots
+
+    def _remember(self, keys: Sequence[bytes], slots: I64, epochs: I64) -> None:
+        self._epochs[slots], self._live[slots] = epochs, True
+        for key, slot in zip(keys, slots.tolist(), strict=False):
+            self._found[key] = slot
+            self._names[slot] = key
+
+    def last(self, keys: Sequence[bytes], first: int, end: int, tags: Sequence[int]) -> int:
+        """The last n of ``first`` < n <= ``end`` whose key is ready with each of ``tags``; one
+        round trip."""
+        if end <= first:
+            return first
+        begin = max(first, end - MAX_ENTRIES)
+        message = Last(pack_keys(keys[begin:end]), begin, end, list(tags))
+        told = self._call(message, Position)
+        if told is None or not begin < told.position <= end:
+            return first
+        return told.position
+
+    def epoch(self, slot: int) -> int:
+        """Epoch of the slot, as far as this session knows it; else 0."""
+        return int(self._epochs[slot])
+
+    def epochs(self, slots: I64) -> I64:
+        """Epoch of each slot, int64, shape [n]."""
+        return self._epochs[slots]
+
+    def key(self, slot: int) -> bytes:
+        """Key of a slot that was found in this step.
+
+        Raises:
+            ValueError: it was not.
+        """
+        if slot not in self._names:
+            raise ValueError(f"slot {slot} was not found in this step")
+        return self._names[slot]
+
+    def state(self, slot: int) -> SlotState:
+        """``READY`` where this session knows of a block in the slot, else ``FREE``."""
+        return SlotState.READY if self._live[slot] else SlotState.FREE
+
+    def holds(self, slot: int, epoch: int) -> bool:
+        """Check whether the slot has this epoch, as far as this session knows."""
+        return bool(self._live[slot]) and epoch == self.epoch(slot)
+
+    def order(self) -> I64:
+        """None: the store is not this engine's alone."""
+        return _NO_SLOTS
+
+    def free_slots(self) -> I64:
+        """None: the devices are the node's."""
+        return _NO_SLOTS
+
+    # ---- using ----
+
+    def touch_chain(self, keys: Sequence[bytes]) -> None:
+        """Mark what is stored of a chain, head first, as just used. Does not wait."""
+        for part in _parts(keys):
+            self._tell(Touch(pack_keys(part)))
+
+    def pin(self, slots: I64) -> None:
+        """Keep slots from eviction, those that still hold what was found. Does not wait."""
+        self._current()
+        self._pins.update(slots.tolist())
+        for part in _parts(slots):
+            self._tell(Pin(pack(part), pack(self._epochs[part])))
+
+    def unpin(self, slots: I64) -> None:
+        """Undo one pin of each entry; those of sessions that have ended are gone. Does not wait."""
+        self._current()
+        held = []
+        for slot in slots.tolist():
+            if self._pins[slot] > 0:
+                self._pins[slot] -= 1
+                held.append(slot)
+            if not self._pins[slot]:
+                del self._pins[slot]
+        for part in _parts(np.array(held, dtype=np.int64)):
+            self._tell(Unpin(pack(part), pack(self._epochs[part])))
+
+    def claim(self, keys: Sequence[bytes], *, again: bool = False) -> I64:
+        """A slot of this session for each key, or why there is none; one round trip.
+
+        Blocks are found once every rank has saved them. While the node is gone there are no slots.
+        """
+        found = []
+        for part in _parts(keys):
+            told = self._call(Claim(pack_keys(part), first=not again), Claimed)
+            if told is None:
+                self._metrics.add("stores_skipped", len(part), cause="node")
+                found.append(np.full(len(part), -1, dtype=np.int64))
+                continue
+            slots, epochs = unpack(told.slots), unpack(told.epochs)
+            beyond = slots >= self.num_slots
+            ours = (slots >= 0) & ~beyond
+            self._pins.update(slots[ours].tolist())
+            self._epochs[slots[ours]], self._live[slots[ours]] = epochs[ours], True
+            if beyond.any():
+                self._tell(Unpin(pack(slots[beyond]), pack(epochs[beyond])))
+                slots = np.where(beyond, FULL, slots)
+            found.append(slots)
+        return np.concatenate(found) if found else _NO_SLOTS
+
+    def durable(self, slot: int | I64) -> None:
+        """Count what every rank has written; the node knows it already."""
+        self._stored += len(np.atleast_1d(slot))
+        self.counters = {"published": self._stored}
+
+    def drop(self, slot: int | I64) -> None:
+        """Never find these slots again, if they still hold what this session knows of."""
+        slots = np.atleast_1d(slot)
+        slots = slots[self._live[slots]]
+        self._live[slots] = False
+        for part in _parts(slots):
+            self._tell(Drop(pack(part), pack(self._epochs[part]), "engine"))
+
+    def gauges(self) -> dict[str, int]:
+        """Numbers of the node's store, a second old at most."""
+        return dict(self._gauges)
+
+    def step(self) -> None:
+        """A step begins: what was found before it is asked for again."""
+        self._current()
+        self._found.clear()
+        self._names.clear()
+        self._absent.clear()
+
+    def close(self) -> bool:
+        """End the session: the node undoes its pins."""
+        self._stopping.set()
+        self._link.close()
+        self._watch.join(CALL_S + LOOK_S)
+        return True
+
+
+class RemotePlacement:
+    """Placement of a node's slots, of which a scheduler has nothing to decide.
+
+    Example:
+        placement = RemotePlacement(index)
+    """
+
+    weights: Sequence[float] = ()
+    slots_to_come = 0
+
+    def __init__(self, index: RemoteIndex):
+        self._index = index
+
+    def step(self) -> None:
+        """A step begins."""
+        self._index.step()
+
+    def reweigh(self, weights: Sequence[float]) -> None:
+        """Nothing: the devices are the node's."""
+
+    def drop_lost(self) -> int:
+        """Nothing: the devices are the node's."""
+        return 0
+
+    def take_segments(self) -> tuple[Segment, ...] | None:
+        """None: workers read no devices."""
+        return None
+
+    def forget_stored(self) -> None:
+        """Say that the cache of a node is not reset by one of its engines."""
+        logger.warning(
+            "ssdkv: the store of a node is shared, and is not reset; blocks of other weights or "
+            "settings are not found in any case"
+        )
+
+    def close(self) -> bool:
+        """Nothing is open."""
+        return True
+
+
+Entries = TypeVar("Entries", Sequence[bytes], I64)
+
+
+def _parts(entries: Entries) -> Iterator[Entries]:
+    """Cut what is longer than a message may be."""
+    for begin in range(0, len(entries), MAX_ENTRIES):
+        yield entries[begin : begin + MAX_ENTRIES]

@@ -1,0 +1,657 @@
+"""Residency in a node, as a worker asks for it: blocks go to a transfer region, hits come back.
+
+Satisfies the protocol ``RankStore`` of the connector.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv.base.errors import NodeError, ProtocolError, StoreError
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.base.sizes import approximate_size
+from vllm_ssdkv.node.client.node_link import NodeLink
+from vllm_ssdkv.node.client.session import CALL_S, Peer, Session, as_name
+from vllm_ssdkv.node.client.transfer import ArrivedFrames, MappedFrames, TransferRegion
+from vllm_ssdkv.node.protocol.channel import Channel, Frame
+from vllm_ssdkv.node.protocol.messages import (
+    MAX_ENTRIES,
+    Arrived,
+    Copied,
+    Discard,
+    Done,
+    Load,
+    LoadEnded,
+    Message,
+    Region,
+    Save,
+    Taken,
+    TellWeights,
+    Welcome,
+    WriteFailed,
+    Written,
+    pack,
+    pack_keys,
+    unpack,
+)
+from vllm_ssdkv.node.protocol.shared_memory import map_shared
+from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
+from vllm_ssdkv.store.read.prefix_loader import CopyIn
+
+logger = logging.getLogger(__name__)
+
+I64 = NDArray[np.int64]
+I32 = NDArray[np.int32]
+Pairs = list[tuple[int, int]]
+
+REGION_BYTES: Final = 256 << 20
+"""Of a transfer region, at most; a node may allow less in flight."""
+
+PAYLOAD_BYTES: Final = 16 << 20
+"""Of frames that come at a time where memory is not shared, or one frame."""
+
+SILENCES: Final = 4
+"""Heartbeats that may be missing before the node counts as gone."""
+
+LEAST_SILENCE_S: Final = 2.0
+
+LEAST_RATE: Final = 20e6
+"""Bytes per second that a network must take: a slower one is no use, and would hold steps up."""
+
+PLACES_S: Final = 1.0
+"""How long a step waits for a place of the transfer region, where all are on their way."""
+
+_NO_OFFSETS: Final = np.zeros(0, dtype=np.int64)
+_NO_FRAMES: Final = np.zeros(0, dtype=np.int32)
+_NO_TAILS: Final = np.zeros(0, dtype=np.uint64)
+
+
+class PinMemory(Protocol):
+    """Registers memory of this process with a GPU."""
+
+    def __call__(self, address: int, nbytes: int, *, writable: bool) -> None:
+        """Register ``nbytes`` from an absolute address on."""
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A load that the node was asked for.
+
+    Attributes:
+        job: What it is to bring.
+        moved: When something of it came last, of the monotonic clock.
+        missing: HBM blocks that nothing was copied into yet.
+        failed: A copy into HBM has failed.
+    """
+
+    job: LoadJob
+    moved: float
+    missing: set[int]
+    failed: bool = False
+
+
+@dataclass(slots=True)
+class _Saving:
+    """Blocks that the node was asked to save, and has not taken yet; ``since`` then."""
+
+    slots: I64
+    epochs: I64
+    places: I32
+    since: float
+
+
+class _Memory:
+    """Memory of one session, and what is under way in it. The lock guards ``loads``, ``saves``,
+    ``unwritten`` and ``over``."""
+
+    def __init__(self, session: Session, channel: Channel):
+        """Map what the session has.
+
+        Raises:
+            NodeError: there is no memory, or the node's is not what it announced.
+        """
+        welcome = session.welcome
+        self.session, self.channel = session, channel
+        self.arena: NDArray[np.uint8] | None = None
+        if session.arena >= 0:
+            mapping = map_shared(session.arena, welcome.arena_bytes, writable=False)
+            self.arena = np.frombuffer(mapping, dtype=np.uint8)
+        room = max(welcome.frame_bytes, min(welcome.in_flight, REGION_BYTES))
+        self.region = TransferRegion(room, welcome.frame_bytes, shared=channel.is_unix)
+        self.payload = np.zeros(0, dtype=np.uint8)
+        """Frames that came as a payload."""
+        self.lock = threading.Lock()
+        self.loads: dict[int, _Loading] = {}
+        self.saves: dict[int, _Saving] = {}
+        self.unwritten: dict[int, int] = {}
+        self.over = False
+        self.receiver: threading.Thread | None = None
+        self.freed: queue.SimpleQueue[I32] = queue.SimpleQueue()
+
+    @property
+    def usable(self) -> bool:
+        """Check whether anything new may begin in it."""
+        return not (self.over or self.session.ended)
+
+    def take_back(self, patience_s: float) -> None:
+        """Take back places that the node has copied; wait so long for some where none is free."""
+        wait_for = patience_s if not self.region.free and self.saves else 0.0
+        try:
+            while True:
+                self.region.give_back(self.freed.get(wait_for > 0, wait_for))
+                wait_for = 0.0
+        except queue.Empty:
+            return
+
+    def stood_still(self, since: float) -> bool:
+        """Check whether a load or a save has not moved since this instant."""
+        with self.lock:
+            return any(load.moved < since for load in self.loads.values()) or any(
+                save.since < since for save in self.saves.values()
+            )
+
+
+class _SaveFrames:
+    """Places of the transfer region of the session in use."""
+
+    def __init__(self, store: RemoteStore):
+        self._store = store
+
+    def address(self, frames: I32) -> NDArray[np.uint64]:
+        """Absolute address of each frame, [n]."""
+        return self._store.region.address(frames)
+
+    def view(self, frame: int) -> NDArray[np.uint8]:
+        """Bytes of a frame, without a copy."""
+        return self._store.region.view(frame)
+
+
+class RemoteStore:
+    """The store of one rank in a node.
+
+    The thread of the forward pass calls all methods; a thread for each session receives. What is
+    under way when a session ends fails at once: saves are not stored, hits are computed. Memory of
+    a session is never used with another one.
+
+    Example:
+        store = RemoteStore(peer, counters, block_tokens=16, deadline_s=10.0)
+        store.open()
+        store.start(copy_in)
+        frames = store.reserve_frames(slots, wait=False)
+    """
+
+    def __init__(self, peer: Peer, counters: Counters, block_tokens: int, deadline_s: float):
+        """
+        Args:
+            peer: The node, and this rank of the engine.
+            counters: Of this rank.
+            block_tokens: Tokens of a slot.
+            deadline_s: For which a load or a save may stand still.
+        """
+        self.link = NodeLink(peer, counters, with_bytes=True, opened=self._opened)
+        self._counters, self._deadline_s = counters, deadline_s
+        self._block_tokens = block_tokens
+        self._weights = b""
+        self._copy_in: CopyIn | None = None
+        self._memory: _Memory | None = None
+        self._next: _Memory | None = None
+        self._swap = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._held: dict[int, int] = {}
+        """Slot: place, of blocks that are reserved and not flushed."""
+        self._written: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._failed: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[LoadOutcome] = queue.SimpleQueue()
+        self._under_way = 0
+        self.tails = _NO_TAILS
+        self.save_frames = _SaveFrames(self)
+        self.load_frames = ArrivedFrames()
+        self._pin: PinMemory | None = None
+
+    # ---- sessions ----
+
+    def open(self) -> Welcome:
+        """Open the first session. What the node says of the store.
+
+        Raises:
+            StoreError: the node does not answer or refuses; the text names the way out.
+        """
+        session = self.link.start()
+        self._adopt()
+        return session.welcome
+
+    def describe(self) -> list[str]:
+        """Lines of the start-up summary."""
+        if self._memory is None:
+            return []
+        welcome = self._memory.session.welcome
+        return [
+            f"node {self.link.peer.address}: store of up to {welcome.num_slots} blocks per rank, "
+            f"{welcome.frames} of them in DRAM "
+            f"({approximate_size(welcome.frames * welcome.frame_bytes)})",
+            f"encryption {'by the node' if welcome.encrypted else 'off'}",
+        ]
+
+    def tell_weights(self, digest: bytes) -> None:
+        """Tell the node, and each session from now on, what weights this rank holds.
+
+        Raises:
+            StoreError: the node is gone.
+        """
+        self._weights = digest
+        session = self.link.session
+        try:
+            if session is not None:
+                session.call(TellWeights(digest), Done)
+        except NodeError as error:
+            raise StoreError(f"nodes: {error}; start the engine again") from error
+
+    def start(self, copy_in: CopyIn) -> None:
+        """Begin to receive, once. ``copy_in`` copies frames into HBM blocks, on that thread."""
+        self._copy_in = copy_in
+        if self._memory is not None:
+            self._begin(self._memory)
+
+    def _opened(self, session: Session) -> None:
+        """A session has begun, in the link's thread."""
+        channel = session.bytes
+        if channel is None:
+            raise ProtocolError("part", "the session has no connection for bytes")
+        welcome = session.welcome
+        memory = _Memory(session, channel)
+        channel.silence_s = max(LEAST_SILENCE_S, SILENCES * welcome.beat_s)
+        channel.grant(2 * max(PAYLOAD_BYTES, welcome.frame_bytes))
+        if channel.is_unix:
+            region = memory.region
+            fds = [region.descriptor]
+            channel.send(Region(region.nbytes), descriptors=fds, timeout=CALL_S)
+            region.close_descriptor()
+        if self._weights:
+            session.call(TellWeights(self._weights), Done)
+        if self._pin is not None:
+            self._pin_memory(memory, self._pin)
+        if self._copy_in is not None:
+            self._begin(memory)
+        with self._swap:
+            unused = self._next if self._next is not self._memory else None
+            self._next = memory
+        if unused is not None:
+            unused.session.close()
+
+    def pin_with(self, pin: PinMemory) -> None:
+        """Register the memory of this session and of each later one by ``pin``.
+
+        Raises:
+            StoreError: of ``pin``.
+        """
+        self._pin = pin
+        if self._memory is not None:
+            self._pin_memory(self._memory, pin)
+
+    def _pin_memory(self, memory: _Memory, pin: PinMemory) -> None:
+        pin(memory.region.frames.start, memory.region.nbytes, writable=True)
+        if memory.arena is not None:
+            pin(int(memory.arena.ctypes.data), memory.arena.nbytes, writable=False)
+
+    def _begin(self, memory: _Memory) -> None:
+        name = "ssdkv-node-bytes"
+        memory.receiver = threading.Thread(
+            target=self._receive, args=(memory,), name=name, daemon=True
+        )
+        memory.receiver.start()
+
+    def _adopt(self) -> None:
+        """Use the newest session, once nothing of the one before is held or under way."""
+        with self._swap:
+            newest, memory = self._next, self._memory
+            if newest is None or newest is memory or self._held:
+                return
+            if memory is not None and not memory.over:
+                return
+            self._memory = newest
+        if memory is not None:
+            memory.session.close()
+
+    @property
+    def region(self) -> MappedFrames:
+        """Frames of the transfer region in use."""
+        if self._memory is None:
+            raise StoreError("no session was opened")
+        return self._memory.region.frames
+
+    @property
+    def open_frames(self) -> int:
+        """Frames of DRAM that the node has for this rank's store."""
+        return 0 if self._memory is None else self._memory.session.welcome.frames
+
+    # ---- write path ----
+
+    def reserve_frames(
+        self, slots: I64, *, wait: bool, spare_contexts: bool = False
+    ) -> NDArray[np.int32]:
+        """Places for the first of these slots, [k], k <= n, for the caller to fill.
+
+        Waits up to :data:`PLACES_S` where all are on their way to the node: it copies them in
+        milliseconds. ``wait`` and ``spare_contexts`` are for other modes than ``reuse``.
+        """
+        memory = self._memory
+        if memory is None or not memory.usable or not len(slots):
+            return _NO_FRAMES
+        memory.take_back(PLACES_S)
+        places = memory.region.take(len(slots))
+        self._held.update(zip(slots.tolist(), places.tolist(), strict=False))
+        return places
+
+    def filled(self, slots: I64, tails: NDArray[np.uint64]) -> None:
+        """Nothing: slots of a node have no sparse section."""
+
+    def flush(self, slots: I64, epochs: I64, keys: Sequence[bytes], *, bound: bool = True) -> None:
+        """Have the node save blocks whose places are filled. Never waits for a device."""
+        memory = self._memory
+        here = np.array([slot in self._held for slot in slots.tolist()], dtype=np.bool_)
+        self._fail(slots[~here], epochs[~here])
+        slots, epochs = slots[here], epochs[here]
+        if memory is None or not len(slots):
+            return
+        keys = [key for key, held in zip(keys, here.tolist(), strict=True) if held]
+        places = np.array([self._held.pop(slot) for slot in slots.tolist()], dtype=np.int32)
+        number, saving = next(self._numbers), _Saving(slots, epochs, places, time.monotonic())
+        with memory.lock:
+            over = memory.over
+            if not over:
+                memory.saves[number] = saving
+                memory.unwritten.update(zip(slots.tolist(), epochs.tolist(), strict=True))
+        if over:
+            self._fail(slots, epochs)
+            return
+        shared = memory.channel.is_unix
+        frame_bytes = memory.session.welcome.frame_bytes
+        offsets = places.astype(np.int64) * frame_bytes if shared else _NO_OFFSETS
+        message = Save(pack(slots), pack(epochs), pack_keys(keys), pack(offsets), bound)
+        payload = () if shared else memory.region.frames.views(places)
+        self._send(memory, message, number, payload)
+
+    def _send(
+        self, memory: _Memory, message: Message, number: int, payload: Sequence[memoryview] = ()
+    ) -> None:
+        """Send on the connection for bytes; where that fails, the thread that receives hears."""
+        timeout = CALL_S + sum(view.nbytes for view in payload) / LEAST_RATE
+        try:
+            memory.channel.send(message, payload, call_id=number, timeout=timeout)
+        except NodeError:
+            memory.session.end()
+
+    def _fail(self, slots: I64, epochs: I64) -> None:
+        for pair in zip(slots.tolist(), epochs.tolist(), strict=True):
+            self._failed.put(pair)
+
+    def abandon(self, slots: I64) -> None:
+        """Forget what is held for these slots, and have the node forget what it saved of them."""
+        memory = self._memory
+        if memory is None or not len(slots):
+            return
+        wanted = slots.tolist()
+        places = [self._held.pop(slot) for slot in wanted if slot in self._held]
+        memory.region.give_back(np.array(places, dtype=np.int32))
+        with memory.lock:
+            pairs = [(s, memory.unwritten.pop(s)) for s in wanted if s in memory.unwritten]
+        if pairs and memory.usable:
+            table = np.array(pairs, dtype=np.int64)
+            self._send(memory, Discard(pack(table[:, 0]), pack(table[:, 1])), 0)
+
+    def trim(self, slots: I64) -> None:
+        """Nothing: the devices are the node's."""
+
+    def take_write_results(self) -> tuple[Pairs, Pairs]:
+        """(slot, epoch) pairs written and failed since the last call."""
+        self._adopt()
+        return _drain(self._written), _drain(self._failed)
+
+    # ---- load path ----
+
+    def load(self, job: LoadJob, *, whole: bool = False) -> None:
+        """Ask for a hit. Never waits for a device."""
+        self._under_way += 1
+        memory, number = self._memory, next(self._numbers)
+        over = memory is None or len(job.slots) > MAX_ENTRIES
+        if memory is not None and not over:
+            missing = set(job.block_ids.tolist()) - {0}
+            with memory.lock:
+                over = memory.over
+                if not over:
+                    memory.loads[number] = _Loading(job, time.monotonic(), missing)
+        if memory is None or over:
+            self._outcomes.put(_failure(job))
+            return
+        message = Load(
+            as_name(job.request_id),
+            pack(job.slots),
+            pack(job.epochs),
+            pack_keys(job.keys),
+            pack(job.block_ids),
+            len(job.slots) if job.chain is None else job.chain,
+            job.behind,
+            job.compared,
+        )
+        self._send(memory, message, number)
+
+    def take_load_outcomes(self, patience_s: float = 0.0) -> list[LoadOutcome]:
+        """Loads that ended since the last call; waits so long for the first one, if any is under
+        way. A node that lets one stand still for the deadline counts as gone. Where nothing is
+        under way, the step has nothing to do, and its core is free for so long."""
+        memory = self._memory
+        since = time.monotonic() - self._deadline_s
+        if memory is not None and memory.usable and memory.stood_still(since):
+            logger.error("ssdkv: the node did nothing for %g s", self._deadline_s)
+            self._counters.add("node_call_failures", 1)
+            memory.session.end()
+        if patience_s > 0 and not self._under_way:
+            time.sleep(patience_s)  # who computes for requests that wait may need the core
+        outcomes: list[LoadOutcome] = []
+        while len(outcomes) < self._under_way:
+            try:
+                timeout = 0.0 if outcomes else patience_s
+                outcomes.append(self._outcomes.get(timeout > 0, timeout))
+            except queue.Empty:
+                break
+        self._under_way -= len(outcomes)
+        return outcomes
+
+    def take_scrubbed(self) -> Pairs:
+        """None: the node drops what its scrub finds."""
+        return []
+
+    def take_mended(self) -> Pairs:
+        """None, as :meth:`take_scrubbed`."""
+        return []
+
+    def confirm(self, stored: Iterable[tuple[int, int]]) -> None:
+        """Nothing: see :meth:`take_scrubbed`."""
+
+    def frame_gauges(self) -> dict[str, int]:
+        """Frames of the node; which of them are in use its own metrics say."""
+        return {"dram_frames": self.open_frames}
+
+    # ---- the thread that receives ----
+
+    def _receive(self, memory: _Memory) -> None:
+        try:
+            while True:
+                self._take(memory, memory.channel.receive(None))
+        except ProtocolError as error:
+            logger.error("ssdkv: the node sent what is no message: %s", error)  # noqa: TRY400
+            memory.channel.refuse(str(error))
+        except NodeError:
+            pass  # the link says so
+        except Exception:  # whatever it is, requests must not wait for ever
+            self._counters.add("thread_errors", 1, thread="node")
+            logger.exception("ssdkv: receiving from the node failed")
+        finally:
+            self._end(memory)
+
+    def _end(self, memory: _Memory) -> None:
+        """Fail what is under way: nothing more comes."""
+        memory.session.end()
+        with memory.lock:
+            memory.over = True
+            loads, memory.loads = list(memory.loads.values()), {}
+            unwritten, memory.unwritten, memory.saves = memory.unwritten, {}, {}
+        for pair in unwritten.items():
+            self._failed.put(pair)
+        for loading in loads:
+            self._outcomes.put(_failure(loading.job))
+
+    def _take(self, memory: _Memory, frame: Frame) -> None:
+        for descriptor in frame.descriptors:
+            os.close(descriptor)
+        match frame.message:
+            case Arrived() as arrived:
+                self._arrived(memory, frame, arrived)
+            case LoadEnded() as ended:
+                self._load_ended(memory, frame, ended)
+            case Taken(lost):
+                self._taken(memory, frame.call_id, unpack(lost))
+            case Written(slots, epochs):
+                self._told(memory, unpack(slots), unpack(epochs), self._written)
+            case WriteFailed(slots, epochs):
+                self._told(memory, unpack(slots), unpack(epochs), self._failed)
+            case None:
+                raise ProtocolError("refused", f"call {frame.call_id}: {frame.error}")
+            case other:
+                raise ProtocolError("kind", f"{type(other).__name__} does not belong here")
+
+    def _taken(self, memory: _Memory, number: int, lost: I64) -> None:
+        with memory.lock:
+            saving = memory.saves.pop(number, None)
+        if saving is None or (len(lost) and not 0 <= lost.min() <= lost.max() < len(saving.slots)):
+            raise ProtocolError("save", f"an answer to save {number}, which was not asked for")
+        memory.freed.put(saving.places)
+        self._told(memory, saving.slots[lost], saving.epochs[lost], self._failed)
+
+    def _told(
+        self,
+        memory: _Memory,
+        slots: I64,
+        epochs: I64,
+        where: queue.SimpleQueue[tuple[int, int]],
+    ) -> None:
+        for slot, epoch in zip(slots.tolist(), epochs.tolist(), strict=True):
+            with memory.lock:
+                known = memory.unwritten.get(slot) == epoch
+                if known:
+                    del memory.unwritten[slot]
+            if known:
+                where.put((slot, epoch))
+
+    def _loading(self, memory: _Memory, number: int) -> _Loading:
+        with memory.lock:
+            loading = memory.loads.get(number)
+        if loading is None:
+            raise ProtocolError("load", f"blocks of load {number}, which was not asked for")
+        return loading
+
+    def _arrived(self, memory: _Memory, frame: Frame, arrived: Arrived) -> None:
+        """Copy blocks into HBM: from the node's memory, or from a payload."""
+        loading = self._loading(memory, frame.call_id)
+        blocks, offsets = unpack(arrived.blocks), unpack(arrived.places)
+        if not loading.missing.issuperset(blocks.tolist()):
+            raise ProtocolError("load", "a block came that was not asked for, or came twice")
+        frame_bytes, source = memory.session.welcome.frame_bytes, memory.arena
+        if frame.payload_bytes or source is None:
+            source = self._receive_frames(memory, frame, len(blocks))
+            offsets = np.arange(len(blocks), dtype=np.int64) * frame_bytes
+        if len(offsets) != len(blocks):
+            raise ProtocolError("load", f"{len(blocks)} blocks came at {len(offsets)} places")
+        self.load_frames.show(source, offsets, frame_bytes)
+        self._copy(loading, blocks)
+        if not frame.payload_bytes:
+            self._send(memory, Copied(arrived.part), frame.call_id)
+        loading.moved = time.monotonic()
+
+    def _copy(self, loading: _Loading, blocks: I64) -> None:
+        if loading.failed or self._copy_in is None:
+            return
+        try:
+            self._copy_in(np.arange(len(blocks), dtype=np.int32), blocks)
+            loading.missing.difference_update(blocks.tolist())
+        except Exception:  # whatever it is, the request must not wait for ever
+            loading.failed = True
+            self._counters.add("thread_errors", 1, thread="node")
+            logger.exception("ssdkv: load of request %s failed", loading.job.request_id)
+
+    def _receive_frames(self, memory: _Memory, frame: Frame, count: int) -> NDArray[np.uint8]:
+        nbytes = frame.payload_bytes
+        if nbytes != count * memory.session.welcome.frame_bytes:
+            raise ProtocolError("load", f"{count} blocks came in a payload of {nbytes} bytes")
+        if len(memory.payload) < nbytes:
+            memory.payload = np.zeros(nbytes, dtype=np.uint8)
+        memory.channel.receive_payload([memory.payload[:nbytes].data], self._deadline_s)
+        memory.channel.grant(nbytes)
+        return memory.payload[:nbytes]
+
+    def _load_ended(self, memory: _Memory, frame: Frame, ended: LoadEnded) -> None:
+        loading, copy = self._loading(memory, frame.call_id), None
+        job = loading.job
+        if frame.payload_bytes:
+            last = self._receive_frames(memory, frame, 1).copy()
+            copy = (int(job.slots[-1]), int(job.epochs[-1]), last) if job.compared else None
+        with memory.lock:
+            del memory.loads[frame.call_id]
+        bad = zip(unpack(ended.slots).tolist(), unpack(ended.epochs).tolist(), strict=True)
+        if not ended.complete or loading.failed or loading.missing:
+            outcome = _failure(job)
+            outcome.bad.extend(bad)
+            self._outcomes.put(outcome)
+            return
+        self._outcomes.put(
+            LoadOutcome(
+                job.request_id,
+                True,
+                list(bad),
+                ended.tokens_from_dram,
+                ended.tokens_from_ssd,
+                ended.hit_tokens_from_dram,
+                ended.hit_tokens_from_ssd,
+                ended.queued_s,
+                ended.dram_s,
+                ended.ssd_s,
+                time.monotonic(),
+                copy,
+            )
+        )
+
+    # ---- end ----
+
+    def close(self, *, read_elsewhere: bool = False) -> None:
+        """Wait until the node has what was flushed, and end the session."""
+        memory, until = self._memory, time.monotonic() + self._deadline_s
+        while memory is not None and memory.usable and memory.saves and time.monotonic() < until:
+            time.sleep(0.005)
+        self.link.close()
+        if memory is not None:
+            if memory.receiver is not None:
+                memory.receiver.join(self._deadline_s)
+            if memory.receiver is None or not memory.receiver.is_alive():
+                memory.session.close()
+
+
+def _failure(job: LoadJob) -> LoadOutcome:
+    return LoadOutcome(job.request_id, False, ended=time.monotonic())
+
+
+def _drain(pairs: queue.SimpleQueue[tuple[int, int]]) -> Pairs:
+    found = []
+    while not pairs.empty():
+        found.append(pairs.get())
+    return found

@@ -1,0 +1,1 @@
+"""Protocol between engines and nodes: addresses, frames, messages, channels, keys."""

@@ -1,0 +1,319 @@
+"""One connection to the node, from its first frame to its last."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from vllm_ssdkv.base.errors import (
+    NodeError,
+    NodeGoneError,
+    NodeRefusedError,
+    ProtocolError,
+    SSDKVError,
+)
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.base.metrics_node_server import CALLS, REFUSALS
+from vllm_ssdkv.config.node import NodeConfig
+from vllm_ssdkv.node.protocol.channel import Channel
+from vllm_ssdkv.node.protocol.frames import DEFAULT_LIMITS, VERSIONS, negotiate
+from vllm_ssdkv.node.protocol.messages import AskStatus, Hello, Status, Welcome
+from vllm_ssdkv.node.server.leases import Lease
+from vllm_ssdkv.node.server.scheduler_calls import SessionCalls
+from vllm_ssdkv.node.server.session import Session
+from vllm_ssdkv.node.server.store_registry import StoreRegistry
+from vllm_ssdkv.node.server.worker_link import WorkerLink
+
+logger = logging.getLogger(__name__)
+
+HELLO_S = 10.0
+"""Seconds that a connection has for its keys and its hello."""
+
+BEATS = 3
+"""Heartbeats in the time of a lease."""
+
+
+@dataclass(slots=True)
+class NodeState:
+    """State that all connections of a node share.
+
+    Attributes:
+        config: Options of the node.
+        name: Random bytes of this start of it.
+        registry: Its stores.
+        counters: Its own metrics.
+        status: How it is now.
+        draining: Set when it ends.
+        lock: Guards ``sessions`` and ``links``.
+        sessions: By name.
+        links: Bytes of workers, by run and rank.
+    """
+
+    config: NodeConfig
+    name: bytes
+    registry: StoreRegistry
+    counters: Counters
+    status: Callable[[], Status]
+    draining: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    sessions: dict[bytes, Session] = field(default_factory=dict)
+    links: dict[tuple[str, int], WorkerLink] = field(default_factory=dict)
+
+    def writes_ended(self, rank: int, run: str, pairs: list[tuple[int, int]], good: bool) -> None:
+        """Tell the worker whose blocks were written, if it is still there."""
+        with self.lock:
+            link = self.links.get((run, rank))
+        if link is not None:
+            link.writes_ended(pairs, good)
+
+
+class Connection:
+    """Serves one channel, in the thread that calls :meth:`serve`."""
+
+    def __init__(self, channel: Channel, state: NodeState):
+        self._channel, self._state = channel, state
+        self._session: Session | None = None
+        self._link: WorkerLink | None = None
+        self._for_bytes = False
+
+    def serve(self) -> None:
+        """Serve the channel to its end, and close it. Raises nothing that a peer can cause."""
+        channel, cause = self._channel, "gone"
+        try:
+            channel.handshake(HELLO_S)
+            session = self._session = self._greet()
+            self._go_on(session)
+        except ProtocolError as error:
+            cause = "refused"
+            self._refuse(error.cause, str(error))
+        except NodeGoneError:
+            pass
+        except NodeRefusedError as error:  # the peer's own words, or keys that do not fit
+            self._count_refusal("keys")
+            logger.warning("ssdkv node: %s: %s", channel.peer, error)
+        except Exception:
+            cause = "refused"
+            logger.exception("ssdkv node: the connection of %s ends", channel.peer)
+            with contextlib.suppress(NodeError):
+                channel.refuse("the node failed; its log says how")
+        finally:
+            # Behind the reason: the end of a session ends its connections.
+            if self._session is not None:
+                self._close_link(self._session)
+                self._leave(self._session)
+            channel.close()
+            if self._session is not None:
+                self._ended(self._session, cause)
+
+    def _refuse(self, cause: str, reason: str) -> None:
+        self._count_refusal(cause)
+        logger.warning("ssdkv node: %s is refused (%s): %s", self._channel.peer, cause, reason)
+        with contextlib.suppress(NodeError):
+            self._channel.refuse(reason)
+
+    def _count_refusal(self, cause: str) -> None:
+        self._state.counters.add("node_refusals", 1, cause=cause if cause in REFUSALS else "order")
+
+    # ---- the first frame ----
+
+    def _greet(self) -> Session:
+        """Take the hello, and answer it.
+
+        Raises:
+            ProtocolError: it cannot be accepted.
+        """
+        channel, state = self._channel, self._state
+        frame = channel.receive(HELLO_S)
+        hello = frame.message
+        if not isinstance(hello, Hello) or frame.payload_bytes or frame.descriptors:
+            raise ProtocolError("order", "a connection begins with a hello")
+        version = negotiate(VERSIONS, hello.oldest, hello.newest)
+        if state.draining.is_set():
+            raise ProtocolError("closing", "the node ends; connect again when it is back")
+        self._for_bytes = bool(hello.session)
+        session = self._joined(hello) if hello.session else self._begun(hello)
+        try:
+            welcome = self._welcome(session, version)
+            descriptors = []
+            if self._for_bytes and channel.is_unix and session.store is not None:
+                descriptors = [session.store.ranks[session.rank].arena.fd]
+            channel.agree(version, DEFAULT_LIMITS)
+            channel.silence_s = state.config.lease
+            channel.send(
+                welcome,
+                call_id=frame.call_id,
+                answer=True,
+                descriptors=descriptors,
+                timeout=HELLO_S,
+            )
+        except BaseException:
+            self._leave(session)
+            raise
+        return session
+
+    def _begun(self, hello: Hello) -> Session:
+        """A new session."""
+        state = self._state
+        if hello.part != "calls":
+            raise ProtocolError("order", "a session begins with the connection for calls")
+        with state.lock:
+            if len(state.sessions) >= state.config.most_sessions:
+                raise ProtocolError(
+                    "limit", f"the node has {len(state.sessions)} sessions (most_sessions)"
+                )
+        store = None
+        if hello.role != "status":
+            if hello.store is None or hello.rank >= hello.store.ranks or not hello.run:
+                raise ProtocolError("order", f"the hello of a {hello.role} names no store or run")
+            try:
+                store = state.registry.take(hello.store)
+            except SSDKVError as error:
+                raise ProtocolError("store", str(error)) from error
+        name = secrets.token_bytes(16)
+        session = Session(
+            name, hello.role, hello.run, hello.rank, self._channel.peer, store, Lease(hello.run)
+        )
+        with state.lock:
+            state.sessions[name] = session
+            session.channels.append(self._channel)
+        self._count_sessions()
+        return session
+
+    def _joined(self, hello: Hello) -> Session:
+        """The session that this connection is the second one of."""
+        state = self._state
+        with state.lock:
+            session = state.sessions.get(hello.session)
+            fits = (
+                session is not None
+                and not session.ended
+                and session.role == hello.role == "worker"
+                and (session.run, session.rank) == (hello.run, hello.rank)
+                and hello.part == "bytes"
+                and len(session.channels) == 1
+            )
+            if session is None or not fits:
+                raise ProtocolError("order", "there is no such session to join")
+            session.channels.append(self._channel)
+        return session
+
+    def _welcome(self, session: Session, version: int) -> Welcome:
+        config, store = self._state.config, session.store
+        common = (version, session.name, self._state.name, config.lease, config.lease / BEATS)
+        if store is None:
+            return Welcome(*common)
+        host = store.ranks[session.rank]
+        return Welcome(
+            *common,
+            num_slots=store.num_slots,
+            encrypted=store.geometry.encrypted,
+            name_key=store.name_key,
+            frames=host.frames()[0],
+            frame_bytes=store.geometry.frame_bytes,
+            arena_bytes=host.arena.nbytes,
+            in_flight=config.transfer,
+        )
+
+    # ---- what follows ----
+
+    def _go_on(self, session: Session) -> None:
+        if session.store is None:
+            self._serve_status()
+        elif self._for_bytes:
+            self._serve_bytes(session)
+        else:
+            self._serve_calls(SessionCalls(session, session.store))
+
+    def _serve_calls(self, calls: SessionCalls) -> None:
+        channel, lease_s = self._channel, self._state.config.lease
+        while True:
+            frame = channel.receive(None)
+            message = frame.message
+            if message is None or frame.is_answer or frame.payload_bytes or frame.descriptors:
+                raise ProtocolError("order", "what came is no call")
+            self._count_call(type(message).__name__)
+            try:
+                answer = calls.call(message)
+            except NodeRefusedError as error:
+                channel.send_error(frame.call_id, str(error), timeout=lease_s)
+                continue
+            if answer is not None:
+                channel.send(answer, call_id=frame.call_id, answer=True, timeout=lease_s)
+
+    def _serve_status(self) -> None:
+        channel = self._channel
+        while True:
+            frame = channel.receive(None)
+            if not isinstance(frame.message, AskStatus) or frame.payload_bytes:
+                raise ProtocolError("order", "who asks for the status asks for nothing else")
+            self._count_call("AskStatus")
+            channel.send(self._state.status(), call_id=frame.call_id, answer=True, timeout=HELLO_S)
+
+    def _serve_bytes(self, session: Session) -> None:
+        state, store = self._state, session.store
+        if store is None:
+            raise ProtocolError("order", "a session without a store has no bytes")
+        config = state.config
+        link = WorkerLink(
+            session, store, self._channel, state.counters, config.lease, config.transfer
+        )
+        self._link = link
+        with state.lock:
+            state.links[session.run, session.rank] = link
+        self._channel.most_descriptors = 1
+        self._channel.start_heartbeat(config.lease / BEATS)
+        link.serve(self._count_call)
+
+    def _close_link(self, session: Session) -> None:
+        link, state, place = self._link, self._state, (session.run, session.rank)
+        if link is None:
+            return
+        with state.lock:
+            if state.links.get(place) is link:
+                del state.links[place]
+        link.close()
+
+    def _count_call(self, name: str) -> None:
+        if name in CALLS:
+            self._state.counters.add("node_calls", 1, call=name)
+
+    # ---- the end ----
+
+    def _leave(self, session: Session) -> None:
+        """This connection is over, and with it the session."""
+        state = self._state
+        with state.lock:
+            # Nobody joins it from here on, and who has just done so ends, too.
+            session.end()
+            if self._channel in session.channels:
+                session.channels.remove(self._channel)
+            last = not session.channels and state.sessions.pop(session.name, None) is not None
+            run_over = last and not any(
+                other.run == session.run and other.store is session.store
+                for other in state.sessions.values()
+            )
+        if not last or session.store is None:
+            return
+        released = session.store.end(session.lease)
+        state.counters.add("node_pins_released", released)
+        if run_over:
+            session.store.forget_run(session.run)
+        state.registry.give_back(session.store)
+
+    def _ended(self, session: Session, cause: str) -> None:
+        if session.channels:
+            return
+        if self._state.draining.is_set():
+            cause = "closing"
+        self._state.counters.add("node_sessions_ended", 1, cause=cause)
+        self._count_sessions()
+
+    def _count_sessions(self) -> None:
+        with self._state.lock:
+            roles = [session.role for session in self._state.sessions.values()]
+        for role in ("scheduler", "worker", "status"):
+            self._state.counters.set("node_sessions", roles.count(role), role=role)
