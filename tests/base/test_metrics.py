@@ -26,6 +26,7 @@ from vllm_ssdkv.base.metrics import (
     metric_key,
     parse_key,
 )
+from vllm_ssdkv.base.metrics_node_server import NODE_SERVER_METRICS
 
 
 def some_labels(metric: Metric, free: str = "/mnt/nvme0") -> dict[str, str]:
@@ -34,7 +35,8 @@ def some_labels(metric: Metric, free: str = "/mnt/nvme0") -> dict[str, str]:
 
 @pytest.mark.parametrize("metric", BY_NAME.values(), ids=lambda metric: metric.name)
 def test_every_metric_is_declared_well(metric: Metric) -> None:
-    assert sum(other.name == metric.name for other in (*METRICS, *BATCH_METRICS)) == 1
+    everywhere = (*METRICS, *BATCH_METRICS, *NODE_SERVER_METRICS)
+    assert sum(other.name == metric.name for other in everywhere) == 1
     assert metric.help.endswith(".")
     assert metric.unit
     for label in metric.labels:
