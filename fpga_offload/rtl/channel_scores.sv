@@ -29,7 +29,6 @@ module channel_scores #(parameter D = 128, parameter G = 1, parameter LN = 16) (
     output reg  [31:0]     key,
     output wire            done,              // level: no key comes any more
     output wire            quiet,
-    output reg  [63:0]     beats,             // of 32 bytes, since reset
     output reg             arvalid,
     input  wire            arready,
     output reg  [63:0]     araddr,
@@ -66,11 +65,9 @@ module channel_scores #(parameter D = 128, parameter G = 1, parameter LN = 16) (
             ask <= END;
             arvalid <= 0;
             credit <= DEPTH;
-            beats <= 0;
             tiles_in <= 0;
         end else begin
             credit <= credit - (ask_now ? {4'd0, burst} : 8'd0) + {7'd0, pop};
-            if (rvalid) beats <= beats + 1;
             case (ask)
                 BLOCK: if (block_valid && !block_ready) begin
                     ask <= TILE;

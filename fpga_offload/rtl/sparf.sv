@@ -171,7 +171,8 @@ module sparf #(parameter D = 128, parameter G = 1) (
     wire [32*G-1:0] reduced, logit, factors;
     wire [D-1:0] channel_mask;
     wire [31:0] key;
-    wire [63:0] channel_beats;
+    reg [63:0] channel_beats;     // of 32 bytes, since reset: the parts are reset after each job
+    always @(posedge clk) channel_beats <= rst ? 64'd0 : channel_beats + {63'd0, channel_rvalid && channel_rready};
     wire [63:0] block_address = item_beat[64*lane +: 64] + channel_pages;
     wire block_bad = listed == CHANNELS && item_valid && (block_address == 0 || block_address[4:0] != 0);
     reg broken_channels, core_reset, parts_reset, scores_start, load_end;
@@ -184,7 +185,7 @@ module sparf #(parameter D = 128, parameter G = 1) (
         .block_valid(listed == CHANNELS && item_valid && !block_bad && !broken_channels), .block_ready(score_ready),
         .block_address(block_address), .blocks_end(items_left == 0 || broken_channels), .ask_place(ask_place),
         .ask_channel(ask_channel), .sum_place(sum_place), .reduced(reduced), .logit_valid(logit_valid), .logit(logit),
-        .key_valid(key_valid), .key(key), .done(scores_done), .quiet(scores_quiet), .beats(channel_beats),
+        .key_valid(key_valid), .key(key), .done(scores_done), .quiet(scores_quiet),
         .arvalid(channel_arvalid), .arready(channel_arready), .araddr(channel_araddr), .arlen(channel_arlen),
         .rvalid(channel_rvalid), .rready(channel_rready), .rdata(channel_rdata));
 
