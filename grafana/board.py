@@ -10,7 +10,16 @@ from typing import Any, Final
 
 import vllm_ssdkv.grafana
 
-NAMES: Final = ("overview", "devices", "sparse", "batch")
+NAMES: Final = ("overview", "devices", "sparse", "batch", "nodes")
+EVERYTHING: Final = {
+    "model_name": ".*",
+    "engine": ".+",
+    "device": ".*",
+    "instance": ".*",
+    "node": ".*",
+}
+"""Grafana's variables, and what each of them is when everything is chosen. Stores of nodes have no
+engine: they are not counted among those of engines, which show the slots of their node too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +114,6 @@ def _panel(plain: Mapping[str, Any]) -> Panel:
 def fill_in(expression: str, rate_interval_s: float) -> str:
     """The expression with a value for each of Grafana's variables: everything they choose from."""
     text = expression.replace("$__rate_interval", f"{round(rate_interval_s * 1000)}ms")
-    for variable in ("model_name", "engine", "device", "instance"):
-        text = text.replace(f"${variable}", ".*")
+    for variable, everything in EVERYTHING.items():
+        text = text.replace(f"${variable}", everything)
     return text

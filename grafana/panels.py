@@ -23,6 +23,8 @@ from grafana_foundation_sdk.models.dashboard import (
     VariableRefresh,
 )
 
+from vllm_ssdkv.grafana.board import EVERYTHING
+
 OURS: Final = "vllm:ssdkv_"
 ENGINE: Final = 'model_name=~"$model_name",engine=~"$engine"'
 """Chooses the engines. Every panel's series are of these."""
@@ -32,6 +34,11 @@ EACH_DEVICE: Final = ("instance", "engine", "device")
 DEVICE_LEGEND: Final = "{{device}} {{instance}}/{{engine}}"
 SERVER: Final = 'instance=~"$instance"'
 """Chooses the servers. Metrics of the Batch API name no engine."""
+NODE: Final = 'instance=~"$node"'
+"""Chooses the nodes, by the addresses of their metrics."""
+NODE_STORE: Final = f'{NODE},store!=""'
+"""Chooses the stores of these nodes. Engines show theirs under the same names, without the label
+``store``."""
 
 Query: TypeAlias = tuple[str, str]
 """A PromQL expression and the legend of its series."""
@@ -69,6 +76,16 @@ def theirs(name: str, *more: str) -> str:
 def on_server(name: str, *more: str) -> str:
     """Selector of a metric of vLLM's or ours (``ssdkv_...``), for the chosen servers."""
     return f"vllm:{name}{{{','.join([SERVER, *more])}}}"
+
+
+def on_node(name: str, *more: str) -> str:
+    """Selector of one of a node's own metrics, for the chosen nodes."""
+    return f"{OURS}{name}{{{','.join([NODE, *more])}}}"
+
+
+def in_node(name: str, *more: str) -> str:
+    """Selector of a metric of stores, for all stores of the chosen nodes."""
+    return f"{OURS}{name}{{{','.join([NODE_STORE, *more])}}}"
 
 
 def rate(selector: str, *by: str) -> str:
@@ -191,16 +208,17 @@ def row(title: str) -> dashboard.Row:
     return dashboard.Row(title)
 
 
-def _choice(name: str, label: str, metric: str) -> dashboard.QueryVariable:
+def _choice(name: str, label: str, metric: str, values_of: str = "") -> dashboard.QueryVariable:
+    """Choice of values of a metric's label ``values_of``, by default ``name``."""
     return (
         dashboard.QueryVariable(name)
         .label(label)
         .datasource(_SOURCE)
-        .query(f"label_values({metric}, {name})")
+        .query(f"label_values({metric}, {values_of or name})")
         .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
         .multi(True)
         .include_all(True)
-        .all_value(".*")
+        .all_value(EVERYTHING[name])
     )
 
 
@@ -232,6 +250,11 @@ def with_engine_choice(board: dashboard.Dashboard) -> dashboard.Dashboard:
 def with_device_choice(board: dashboard.Dashboard) -> dashboard.Dashboard:
     """The dashboard, with a choice of devices."""
     return board.with_variable(_choice("device", "Device", f"{OURS}device_state"))
+
+
+def with_node_choice(board: dashboard.Dashboard) -> dashboard.Dashboard:
+    """The dashboard, with a choice of nodes."""
+    return board.with_variable(_choice("node", "Node", f"{OURS}node_stores", "instance"))
 
 
 def with_server_choice(board: dashboard.Dashboard) -> dashboard.Dashboard:

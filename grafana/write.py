@@ -10,6 +10,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
 from vllm_ssdkv.grafana.batch import batch
 from vllm_ssdkv.grafana.devices import devices
+from vllm_ssdkv.grafana.nodes import nodes
 from vllm_ssdkv.grafana.overview import overview
 from vllm_ssdkv.grafana.sparse import sparse
 
@@ -21,6 +22,7 @@ def dashboards() -> dict[str, str]:
         "devices": devices(),
         "sparse": sparse(),
         "batch": batch(),
+        "nodes": nodes(),
     }
     texts: dict[str, str] = {}
     for name, board in boards.items():

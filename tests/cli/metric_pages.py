@@ -1,15 +1,17 @@
-"""Pages ``/metrics`` as vLLM with our connector shows them, and a server of such pages."""
+"""Pages ``/metrics`` as vLLM with our connector and as nodes show them, and a server of pages."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from vllm_ssdkv.base.metrics import BY_NAME
+from vllm_ssdkv.base.metrics import BY_NAME, Counters
+from vllm_ssdkv.node.server.node_metrics import NodeCollector, Source, start_at_zero
 
 THEIRS = {
     "num_requests_running": Gauge,
@@ -53,6 +55,45 @@ def page(ours: Values, theirs: Mapping[str, float] | None = None, engine: str = 
         for labels, number in values.items():
             assert not isinstance(number, list)
             plain.labels("some/model", engine, *labels).inc(number)
+    return generate_latest(registry).decode()
+
+
+def count(counters: Counters, values: Values) -> None:
+    """Count these values; of a gauge, show them."""
+    for name, by_labels in values.items():
+        metric = BY_NAME[name]
+        for of_labels, value in by_labels.items():
+            labels = dict(zip(metric.label_names, of_labels, strict=True))
+            if isinstance(value, list):
+                counts = [0.0] * (len(metric.buckets) + 1)
+                for one in value:
+                    counts[bisect_left(metric.buckets, one)] += 1
+                counters.add_all(name, counts, sum(value), **labels)
+            elif metric.kind == "counter":
+                counters.add(name, value, **labels)
+            else:
+                counters.set(name, value, **labels)
+
+
+def node_collector(
+    own: Values, stores: Mapping[tuple[str, str], Values]
+) -> tuple[NodeCollector, Counters, dict[tuple[str, str], Counters]]:
+    """A node's collector, its own counters, and those of its stores by model and directory."""
+    counters = Counters()
+    start_at_zero(counters)
+    count(counters, own)
+    of_stores = {labels: Counters() for labels in stores}
+    for labels, values in stores.items():
+        of_stores[labels].start_at_zero([path for (path,) in values.get("device_state", ())])
+        count(of_stores[labels], values)
+    sources = [Source(labels, [counted]) for labels, counted in of_stores.items()]
+    return NodeCollector(counters, lambda: sources), counters, of_stores
+
+
+def node_page(own: Values, stores: Mapping[tuple[str, str], Values]) -> str:
+    """The page of a node, by its own collector."""
+    registry = CollectorRegistry()
+    registry.register(node_collector(own, stores)[0])
     return generate_latest(registry).decode()
 
 

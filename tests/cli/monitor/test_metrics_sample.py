@@ -135,6 +135,16 @@ def test_a_device_out_of_use_on_any_rank_is_out() -> None:
     assert states == {"/a": (False, 0.3), "/b": (True, None)}
 
 
+def test_an_engine_tells_of_its_node() -> None:
+    """One that has none says nothing of it; of several engines all must be answered."""
+    assert sample().node_answers is None
+    first = page({"node_connected": {(): 1}, "node_sessions_lost": {(): 2}})
+    alone = compare(Scrape(0.0, {}), parse(first, 1.0, URL), URL, 0)
+    assert (alone.node_answers, alone.troubles["node_sessions_lost"]) == (True, 2)
+    second = page({"node_connected": {(): 0}}, engine="1")
+    assert compare(Scrape(0.0, {}), parse(first + second, 1.0, URL), URL, 0).node_answers is False
+
+
 def test_a_server_that_has_started_anew_shows_no_negative_rate() -> None:
     older = scrape(10.0, AFTER, THEIRS_AFTER)
     found = compare(older, scrape(12.0, BEFORE, THEIRS_BEFORE), URL, 0)

@@ -60,7 +60,7 @@ def test_a_page_is_read() -> None:
     [
         ("<html>\n{", "not a page of metrics"),
         ("", "has no metrics of vLLM"),
-        ("up 1\n", "has no metrics of vLLM"),
+        ("up 1\n", "is the page of neither an engine nor a node"),
         ("vllm:num_requests_running 0\n", "runs without the SSDKVConnector"),
     ],
 )

@@ -22,7 +22,8 @@ from tests.cli.monitor.test_metrics_sample import AFTER, BEFORE, THEIRS_AFTER, T
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.cli.monitor.metrics_sample import Sample
 from vllm_ssdkv.cli.monitor.metrics_scrape import page_url
-from vllm_ssdkv.cli.monitor.top import samples, screen
+from vllm_ssdkv.cli.monitor.screen import screen
+from vllm_ssdkv.cli.monitor.top import samples
 
 PAGES = (page(BEFORE, THEIRS_BEFORE), page(AFTER, THEIRS_AFTER))
 SHORT = ("--interval", "0.1")
@@ -101,8 +102,8 @@ def test_a_server_that_comes_back_is_watched_on() -> None:
     assert found[0][0] is None
     assert "answers 503" in found[0][1]
     restarted, later = found[1][0], found[2][0]
-    assert restarted is not None
-    assert later is not None
+    assert isinstance(restarted, Sample)
+    assert isinstance(later, Sample)
     assert restarted.seconds * restarted.prompt_tokens_per_s == pytest.approx(2000), "counted anew"
     assert later.seconds * later.prompt_tokens_per_s == pytest.approx(2000)
 
@@ -135,6 +136,12 @@ def test_names_from_the_server_are_no_markup() -> None:
     assert "[red]m" in text
     assert "/mnt/[bold]x" in text
     assert "OUT" in text
+
+
+def test_an_engine_says_whether_its_node_answers() -> None:
+    assert "node" not in shown(sample())
+    for answers, text in ((True, "node      answers"), (False, "node      DOES NOT ANSWER")):
+        assert text in shown(dataclasses.replace(sample(), node_answers=answers))
 
 
 def test_without_failures_it_says_so() -> None:

@@ -17,11 +17,13 @@ TROUBLES: Final = (
     "slots_dropped",
     "io_deadline_exceeded",
     "journal_errors",
+    "node_sessions_lost",
+    "node_call_failures",
 )
 """Counters of which any number above 0 is worth a look."""
 
 
-def _ours(name: str) -> str:
+def exposed(name: str) -> str:
     """Name on the page. A name that is not declared is an error, not an empty column."""
     return BY_NAME[name].exposed_name
 
@@ -72,6 +74,7 @@ class Sample:
         restored_tokens: Since the start, by tier.
         context_pages_per_s: Pages of context brought in, by tier (mode page).
         hbm_used: Share of vLLM's own KV cache, mean of the engines.
+        node_answers: Whether the node answers all engines that use one; None where none does.
         troubles: Counters of :data:`TROUBLES`, since the start.
     """
 
@@ -90,6 +93,7 @@ class Sample:
     restored_tokens_per_s: dict[str, float]
     context_pages_per_s: dict[str, float]
     hbm_used: float | None
+    node_answers: bool | None
     slots: int
     slots_ready: int
     slots_free: int
@@ -114,14 +118,14 @@ def compare(older: Scrape, newer: Scrape, url: str, now: float) -> Sample:
         return gained(older, newer, name, **labels) / seconds
 
     def by_tier(name: str) -> dict[str, float]:
-        return {tier: rate(_ours(name), tier=tier) for tier in BY_NAME[name].labels[0].values}
+        return {tier: rate(exposed(name), tier=tier) for tier in BY_NAME[name].labels[0].values}
 
     def now_of(name: str) -> int:
-        return round(newer.total(_ours(name)))
+        return round(newer.total(exposed(name)))
 
     queries = _theirs("external_prefix_cache_queries_total")
-    found = (_theirs("external_prefix_cache_hits_total"), _ours("hit_tokens_computed"))
-    infos = [labels for labels, _ in newer.series(_ours("info"))]
+    found = (_theirs("external_prefix_cache_hits_total"), exposed("hit_tokens_computed"))
+    infos = [labels for labels, _ in newer.series(exposed("info"))]
     return Sample(
         time=now,
         seconds=seconds,
@@ -140,12 +144,13 @@ def compare(older: Scrape, newer: Scrape, url: str, now: float) -> Sample:
         ),
         hit_rate_since_start=_share(sum(map(newer.total, found)), newer.total(queries)),
         restored_tokens={
-            tier: round(newer.total(_ours("hit_tokens"), tier=tier))
+            tier: round(newer.total(exposed("hit_tokens"), tier=tier))
             for tier in BY_NAME["hit_tokens"].labels[0].values
         },
         restored_tokens_per_s=by_tier("hit_tokens"),
         context_pages_per_s=by_tier("context_pages_streamed"),
         hbm_used=_mean(newer.values(_theirs("kv_cache_usage_perc"))),
+        node_answers=all_one(newer, "node_connected"),
         slots=now_of("slots"),
         slots_ready=now_of("slots_ready"),
         slots_free=now_of("slots_free"),
@@ -154,7 +159,7 @@ def compare(older: Scrape, newer: Scrape, url: str, now: float) -> Sample:
         dram_frames_used=now_of("dram_frames_used"),
         dram_frames_dirty=now_of("dram_frames_dirty"),
         troubles={name: now_of(name) for name in TROUBLES},
-        devices=tuple(_device(older, newer, device) for device in _devices(newer)),
+        devices=device_samples(older, newer),
     )
 
 
@@ -170,9 +175,20 @@ def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
+def all_one(scrape: Scrape, name: str, **labels: str) -> bool | None:
+    """Check whether a gauge of ours is 1 wherever it is shown; None where it is not."""
+    states = scrape.values(exposed(name), **labels)
+    return bool(min(states)) if states else None
+
+
+def device_samples(older: Scrape, newer: Scrape) -> tuple[DeviceSample, ...]:
+    """All devices of a page, by path."""
+    return tuple(_device(older, newer, device) for device in _devices(newer))
+
+
 def _devices(scrape: Scrape) -> list[str]:
     """All that have a state, or have moved a byte."""
-    names = [_ours(name) for name in ("device_state", "bytes_read", "bytes_written")]
+    names = [exposed(name) for name in ("device_state", "bytes_read", "bytes_written")]
     found = {labels.get("device", "") for name in names for labels, _ in scrape.series(name)}
     return sorted(found - {""})
 
@@ -181,14 +197,13 @@ def _device(older: Scrape, newer: Scrape, device: str) -> DeviceSample:
     seconds = newer.at - older.at
 
     def rate(name: str, **labels: str) -> float:
-        return gained(older, newer, _ours(name), device=device, **labels) / seconds
+        return gained(older, newer, exposed(name), device=device, **labels) / seconds
 
-    states = newer.values(_ours("device_state"), device=device)
     latency = BY_NAME["io_latency_seconds"].full_name
     return DeviceSample(
         device=device,
-        in_service=bool(min(states)) if states else None,
-        share=_mean(newer.values(_ours("device_share"), device=device)),
+        in_service=all_one(newer, "device_state", device=device),
+        share=_mean(newer.values(exposed("device_share"), device=device)),
         read_bytes_per_s=rate("bytes_read"),
         written_bytes_per_s=rate("bytes_written"),
         reads_per_s=rate("io_requests", direction="read"),
@@ -196,6 +211,6 @@ def _device(older: Scrape, newer: Scrape, device: str) -> DeviceSample:
         read_latency_s=mean_gained(older, newer, latency, device=device, direction="read"),
         write_latency_s=mean_gained(older, newer, latency, device=device, direction="write"),
         queue_depth=mean_gained(older, newer, BY_NAME["io_queue_depth"].full_name, device=device),
-        errors=round(newer.total(_ours("io_errors"), device=device)),
-        new_errors=round(gained(older, newer, _ours("io_errors"), device=device)),
+        errors=round(newer.total(exposed("io_errors"), device=device)),
+        new_errors=round(gained(older, newer, exposed("io_errors"), device=device)),
     )

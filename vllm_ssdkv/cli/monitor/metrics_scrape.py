@@ -97,12 +97,16 @@ def parse(text: str, at: float, url: str, *, ours: bool = True) -> Scrape:
                 "it with --kv-transfer-config, see docs/quickstart.md"
             )
         raise ScrapeError(
-            f"{url} has no metrics of vLLM: {_NAME_IT}, or start it without --disable-log-stats"
+            f"{url} is the page of neither an engine nor a node, it has no metrics of vLLM: "
+            f"{_NAME_IT}, or start vLLM without --disable-log-stats"
         )
     return Scrape(at, samples)
 
 
-_NAME_IT: Final = "name the address of vllm serve, e.g. ssdkv top http://localhost:8000"
+_NAME_IT: Final = (
+    "name the address of vllm serve, e.g. ssdkv top http://localhost:8000, or that of a node's "
+    "option metrics"
+)
 
 
 def fetch(url: str, timeout_s: float = TIMEOUT_S, *, ours: bool = True) -> Scrape:

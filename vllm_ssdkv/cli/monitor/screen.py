@@ -1,0 +1,149 @@
+"""What ``ssdkv top`` shows of a server or a node."""
+
+from __future__ import annotations
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from vllm_ssdkv.base.sizes import approximate_size
+from vllm_ssdkv.cli.monitor.metrics_sample import Sample
+from vllm_ssdkv.cli.monitor.node_sample import NodeSample, StoreSample
+from vllm_ssdkv.cli.monitor.tables import (
+    BAD,
+    devices_table,
+    head,
+    named_rows,
+    percent,
+    share_of,
+    short,
+    troubles_line,
+)
+
+
+def screen(sample: Sample | NodeSample, problem: str = "") -> Group:
+    """The sample for people; ``problem``: why it is not the newest, empty when it is."""
+    if isinstance(sample, NodeSample):
+        engines = _counted(sample.sessions["scheduler"], "engine")
+        rest = f"{engines}, {_counted(len(sample.stores), 'store')}"
+        first = head("node", rest, sample.time, sample.seconds)
+        middle = [_node(sample), Text(), _stores(sample.stores)]
+    else:
+        models = ", ".join(sample.models) or "no model yet"
+        first = head(models, "; ".join(sample.in_force), sample.time, sample.seconds)
+        middle = [_server(sample)]
+    return Group(
+        first,
+        *([Text(problem, BAD)] if problem else []),
+        Text(),
+        *middle,
+        Text(),
+        devices_table(sample.devices),
+        Text(),
+        troubles_line(sample.troubles),
+    )
+
+
+def _server(sample: Sample) -> Table:
+    per_second = sample.restored_tokens_per_s
+    used = sample.slots - sample.slots_free
+    rows: list[tuple[str, str | Text]] = [
+        ("requests", f"{sample.requests_running} running, {sample.requests_waiting} waiting"),
+        (
+            "tokens/s",
+            f"{sample.prompt_tokens_per_s:,.0f} prompt, "
+            f"{sample.generation_tokens_per_s:,.1f} generated",
+        ),
+        (
+            "hit rate",
+            f"{percent(sample.hit_rate)} now, {percent(sample.hit_rate_since_start)} "
+            "since the start",
+        ),
+        (
+            "restored",
+            "; ".join(
+                f"{tier} {per_second[tier]:,.0f} tokens/s, {count:,} since the start"
+                for tier, count in sample.restored_tokens.items()
+            ),
+        ),
+        (
+            "slots",
+            f"{percent(share_of(used, sample.slots))} of {sample.slots:,}: "
+            f"{sample.slots_ready:,} ready, {sample.slots_pinned:,} pinned, "
+            f"{sample.slots_free:,} free",
+        ),
+        (
+            "DRAM",
+            f"{percent(share_of(sample.dram_frames_used, sample.dram_frames))} of "
+            f"{sample.dram_frames:,} frames, {sample.dram_frames_dirty:,} not yet written",
+        ),
+        ("HBM", percent(sample.hbm_used)),
+    ]
+    if any(sample.context_pages_per_s.values()):
+        pages = sample.context_pages_per_s.items()
+        rows.append(("context", ", ".join(f"{tier} {n:,.0f} pages/s" for tier, n in pages)))
+    if sample.node_answers is not None:
+        rows.append(("node", "answers" if sample.node_answers else Text("DOES NOT ANSWER", BAD)))
+    return named_rows(rows)
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count} {name}{'' if count == 1 else 's'}"
+
+
+def _node(sample: NodeSample) -> Table:
+    calls = sorted(sample.calls_per_s.items(), key=lambda item: -item[1])
+    ended = [f"{count:,} {cause}" for cause, count in sample.sessions_ended.items() if count]
+    refused = [f"{count:,} {cause}" for cause, count in sample.refusals.items()]
+    return named_rows(
+        [
+            ("sessions", ", ".join(f"{n} {role}" for role, n in sample.sessions.items())),
+            (
+                "leases",
+                f"{sample.pins:,} pins, {sample.claims:,} claims; {sample.pins_released:,} pins "
+                "released since the start, as their session ended",
+            ),
+            (
+                "calls/s",
+                f"{sum(sample.calls_per_s.values()):,.1f}"
+                + "".join(f", {name} {rate:,.1f}" for name, rate in calls),
+            ),
+            (
+                "bytes",
+                "; ".join(
+                    f"{way} {short(sample.bytes_per_s[way] / 1e6)} MB/s, "
+                    f"{approximate_size(count)} since the start"
+                    for way, count in sample.bytes_since_start.items()
+                ),
+            ),
+            ("ended", ", ".join(ended) or "no session since the start"),
+            ("refused", Text(", ".join(refused), BAD) if refused else "nobody since the start"),
+        ]
+    )
+
+
+def _stores(stores: tuple[StoreSample, ...]) -> Table:
+    """Each store on a line. On 80 columns only names of models are folded."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("\nModel", overflow="fold")
+    table.add_column("\nStore", no_wrap=True)
+    for name in ("Slots\nall", "\nready", "\npinned", "\nfree", "\nused"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("DRAM\nframes", "\nused", "\nunwritten"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for store in stores:
+        table.add_row(
+            Text(store.model),
+            Text(store.store),
+            *(_whole(n) for n in (store.slots, store.slots_ready, store.slots_pinned)),
+            _whole(store.slots_free),
+            percent(share_of(store.slots - store.slots_free, store.slots)),
+            _whole(store.dram_frames),
+            percent(share_of(store.dram_frames_used, store.dram_frames)),
+            _whole(store.dram_frames_dirty),
+        )
+    return table
+
+
+def _whole(number: int) -> str:
+    return f"{number}" if number < 10_000 else short(number)
