@@ -9,8 +9,15 @@ import pytest
 
 from tests.grafana.conftest import GRAFANA
 from vllm_ssdkv.base.metrics import BATCH_METRICS, METRICS
-from vllm_ssdkv.grafana.board import NAMES, Query, fill_in, read_board
+from vllm_ssdkv.base.metrics_node import NODE_METRICS
+from vllm_ssdkv.base.metrics_node_server import NODE_SERVER_METRICS
+from vllm_ssdkv.grafana.board import EVERYTHING, NAMES, Query, fill_in, read_board
 from vllm_ssdkv.grafana.write import dashboards
+
+ALL_METRICS = (*METRICS, *BATCH_METRICS, *NODE_SERVER_METRICS)
+ENGINES = 'engine=~"$engine"'
+CHOICES = {"batch": ['instance=~"$instance"'], "nodes": [ENGINES, 'instance=~"$node"']}
+"""What lets one choose whose series a panel shows."""
 
 
 def test_the_committed_json_is_what_the_code_writes() -> None:
@@ -38,12 +45,13 @@ def test_panels_do_not_overlap(name: str) -> None:
 def test_panels_name_declared_metrics_and_explain_themselves(name: str) -> None:
     exposed = {
         metric.exposed_name + part
-        for metric in (*METRICS, *BATCH_METRICS)
+        for metric in ALL_METRICS
         for part in (("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",))
     }
-    choice = 'instance=~"$instance"' if name == "batch" else 'engine=~"$engine"'
+    choices = CHOICES.get(name, [ENGINES])
     plain = json.loads((GRAFANA / "dashboards" / f"{name}.json").read_text())
-    assert choice.partition("=")[0] in {one["name"] for one in plain["templating"]["list"]}
+    variables = {one["name"] for one in plain["templating"]["list"]}
+    assert {choice.partition("$")[2].rstrip('"') for choice in choices} <= variables
     panels = [panel for panel in plain["panels"] if panel["type"] != "row"]
     assert len(panels) > 10
     for panel in panels:
@@ -51,20 +59,26 @@ def test_panels_name_declared_metrics_and_explain_themselves(name: str) -> None:
         for target in panel["targets"]:
             selectors = re.findall(r"vllm:\w+\{([^}]*)\}", target["expr"])
             assert selectors
-            assert all(choice in selector for selector in selectors), "the choice is for all panels"
+            assert all(any(choice in selector for choice in choices) for selector in selectors), (
+                "the choice is for all panels"
+            )
             ours = set(re.findall(r"vllm:ssdkv_\w+", target["expr"]))
             assert ours <= exposed
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_device_is_told_from_those_of_the_same_path_elsewhere(name: str) -> None:
-    """On another server, or on another machine of the same server: there the engine is another."""
+    """On another server, or on another machine of the same server: there the engine is another.
+
+    A path on a node has the directory of its store.
+    """
+    whose = {"instance"} if name == "nodes" else {"instance", "engine"}
     queries = [query for panel in read_board(name).panels for query in panel.queries]
     for query in queries:
         for labels in re.findall(r"by \(([^)]*)\)", query.expression):
-            assert "device" not in labels or {"instance", "engine"} <= set(labels.split(", "))
+            assert "device" not in labels or whose <= set(labels.split(", "))
         if "{{device}}" in query.legend:
-            assert {"{{instance}}", "{{engine}}"} <= set(re.findall(r"\{\{\w+\}\}", query.legend))
+            assert whose <= set(re.findall(r"\{\{(\w+)\}\}", query.legend))
 
 
 def test_limits_are_those_of_the_alerts() -> None:
@@ -81,7 +95,11 @@ def test_limits_are_those_of_the_alerts() -> None:
     assert drawn["Endurance and budget used"] == [0.8, 1]
     assert "(vllm:ssdkv_wear_used) > 0.8" in rules
     assert drawn["Out of service"] == drawn["Devices out of service"] == [1]
+    assert drawn["Out of service on nodes"] == drawn["Drives of nodes out of service"] == [1]
     assert "vllm:ssdkv_device_state == 0" in rules
+    assert drawn["Engines without a node"] == [1]
+    assert "vllm:ssdkv_node_connected == 0" in rules
+    assert drawn["Endurance of drives used"] == drawn["Endurance and budget used"]
     for name in NAMES:
         plain = json.loads((GRAFANA / "dashboards" / f"{name}.json").read_text())
         for panel in plain["panels"]:
@@ -89,25 +107,40 @@ def test_limits_are_those_of_the_alerts() -> None:
                 assert panel["fieldConfig"]["defaults"]["thresholds"]["steps"][0]["color"] == "blue"
 
 
-def test_every_metric_of_sparse_attention_and_batches_is_drawn() -> None:
-    names = {metric.exposed_name for metric in METRICS if metric.name.startswith("sparse_")}
-    names |= {metric.exposed_name for metric in BATCH_METRICS}
-    panels = [panel for name in ("sparse", "batch") for panel in read_board(name).panels]
-    queries = [query.expression for panel in panels for query in panel.queries]
-    drawn = {name for text in queries for name in re.findall(r"vllm:ssdkv_\w+", text)}
-    assert names - drawn == set()
+SHOWN = {
+    "sparse": [metric for metric in METRICS if metric.name.startswith("sparse_")],
+    "batch": BATCH_METRICS,
+    "nodes": (*NODE_SERVER_METRICS, *NODE_METRICS),
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_every_metric_of_sparse_attention_batches_and_nodes_is_drawn(name: str) -> None:
+    queries = [query.expression for panel in read_board(name).panels for query in panel.queries]
+    drawn = {found for text in queries for found in re.findall(r"vllm:ssdkv_\w+", text)}
+    assert {metric.exposed_name for metric in SHOWN[name]} - drawn == set()
 
 
 def test_alerts_name_declared_metrics() -> None:
-    exposed = {metric.exposed_name for metric in (*METRICS, *BATCH_METRICS)}
+    exposed = {metric.exposed_name for metric in ALL_METRICS}
     named = set(re.findall(r"vllm:ssdkv_\w+", (GRAFANA / "alerts.yml").read_text()))
     assert len(named) > 5
     assert named <= exposed
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_everything_is_the_same_in_grafana_and_in_pictures(name: str) -> None:
+    plain = json.loads((GRAFANA / "dashboards" / f"{name}.json").read_text())
+    variables = plain["templating"]["list"]
+    chosen = {one["name"]: one["allValue"] for one in variables if one["type"] == "query"}
+    assert chosen
+    assert chosen.items() <= EVERYTHING.items()
+
+
 def test_variables_and_legends_are_filled_in() -> None:
     text = 'rate(x{engine=~"$engine",device=~"$device"}[$__rate_interval])'
-    assert fill_in(text, 1.5) == 'rate(x{engine=~".*",device=~".*"}[1500ms])'
+    assert fill_in(text, 1.5) == 'rate(x{engine=~".+",device=~".*"}[1500ms])'
     assert fill_in('x{instance=~"$instance"}', 1) == 'x{instance=~".*"}'
+    assert fill_in('x{instance=~"$node"}', 1) == 'x{instance=~".*"}'
     query = Query("x", "{{device}} {{direction}}")
     assert query.name({"device": "/a", "direction": "read", "le": "1"}) == "/a read"
