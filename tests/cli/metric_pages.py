@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -98,8 +98,11 @@ def node_page(own: Values, stores: Mapping[tuple[str, str], Values]) -> str:
 
 
 @contextlib.contextmanager
-def served(*answers: str | int) -> Iterator[str]:
-    """A server's URL. It gives these pages, or error codes, one by one, and the last for ever."""
+def served(*answers: str | int | Callable[[], str]) -> Iterator[str]:
+    """A server's URL. It gives these pages, or error codes, one by one, and the last for ever.
+
+    A page may be made when it is asked for.
+    """
     left = list(answers)
     lock = threading.Lock()
 
@@ -110,7 +113,7 @@ def served(*answers: str | int) -> Iterator[str]:
             if self.path != "/metrics" or isinstance(answer, int):
                 self.send_error(answer if isinstance(answer, int) else 404)
                 return
-            body = answer.encode()
+            body = (answer() if callable(answer) else answer).encode()
             self.send_response(200)
             self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))

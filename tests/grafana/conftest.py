@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,9 @@ from tests.conftest import disk_directory
 from tests.faults import set_faults
 from tests.serving import Running, free_port, server
 from vllm_ssdkv.base.sizes import MIB
+from vllm_ssdkv.grafana.board import Panel
 from vllm_ssdkv.grafana.prometheus import Prometheus, PrometheusError
+from vllm_ssdkv.grafana.render import Period, ask
 from vllm_ssdkv.profiling.recall import recall
 
 GRAFANA = Path(__file__).parents[2] / "grafana"
@@ -291,26 +294,36 @@ def prometheus(serving: Server, scratch: Path) -> Iterator[str]:
     Its rules have no ``for`` and look back at seconds: promtool tests those that are committed. It
     has the server's :func:`history`.
     """
-    rules = (GRAFANA / "alerts.yml").read_text()
-    rules = re.sub(r"^ +for: .*\n", "", rules, flags=re.MULTILINE)
-    for committed, here in LOOKS_BACK.items():
-        assert f"[{committed}]" in rules
-        rules = rules.replace(f"[{committed}]", f"[{here}]")
-    (scratch / "alerts.yml").write_text(rules)
+    (scratch / "alerts.yml").write_text(quick_rules())
     instance = serving.url.removeprefix("http://")
     (scratch / "history").write_text(history(instance))
     backfill = [program("promtool"), "tsdb", "create-blocks-from", "openmetrics"]
     backfill += [str(scratch / "history"), str(scratch / "tsdb")]
     done = subprocess.run(backfill, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    with scraping(scratch, {"vllm": instance}) as url:
+        yield url
+
+
+def quick_rules() -> str:
+    """The committed rules, without ``for``, looking back at seconds."""
+    rules = (GRAFANA / "alerts.yml").read_text()
+    rules = re.sub(r"^ +for: .*\n", "", rules, flags=re.MULTILINE)
+    for committed, here in LOOKS_BACK.items():
+        assert f"[{committed}]" in rules
+        rules = rules.replace(f"[{committed}]", f"[{here}]")
+    return rules
+
+
+@contextlib.contextmanager
+def scraping(scratch: Path, jobs: Mapping[str, str]) -> Iterator[str]:
+    """URL of a Prometheus that has the rules of ``scratch`` and scrapes a target for each job."""
     config = {
         "global": {"scrape_interval": f"{SCRAPE_S:g}s", "evaluation_interval": f"{SCRAPE_S:g}s"},
         "rule_files": ["alerts.yml"],
         "scrape_configs": [
-            {
-                "job_name": "vllm",
-                "static_configs": [{"targets": [instance]}],
-            }
+            {"job_name": job, "static_configs": [{"targets": [target]}]}
+            for job, target in jobs.items()
         ],
     }
     (scratch / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
@@ -334,7 +347,7 @@ def prometheus(serving: Server, scratch: Path) -> Iterator[str]:
         assert process.poll() is None, log.read_text()[-2000:]
         with contextlib.suppress(PrometheusError):
             up = Prometheus(url).get("query", query="up")["result"]
-            return [sample["value"][1] for sample in up] == ["1"]
+            return [sample["value"][1] for sample in up] == ["1"] * len(jobs)
         return False
 
     try:
@@ -343,3 +356,54 @@ def prometheus(serving: Server, scratch: Path) -> Iterator[str]:
     finally:
         process.kill()
         process.wait(30)
+
+
+def without_data(server: Prometheus, panel: Panel, period: Period) -> bool:
+    """Whether one of its queries has none."""
+    return any(
+        not ask(server, dataclasses.replace(panel, queries=(query,)), period)
+        for query in panel.queries
+    )
+
+
+class Alerts:
+    """The alerts that fire."""
+
+    def __init__(self, server: Prometheus) -> None:
+        self._server = server
+
+    def firing(self) -> dict[str, dict[str, str]]:
+        """Labels by name."""
+        return {
+            alert["labels"]["alertname"]: alert["labels"]
+            for alert in self._server.get("alerts")["alerts"]
+            if alert["state"] == "firing"
+        }
+
+    def wait(
+        self,
+        names: set[str],
+        work: Callable[[], object] = object,
+        seen: Callable[[], object] = object,
+    ) -> None:
+        """Until each of these has fired; meanwhile ``work`` is done again and again. It has to end
+        after ``seen``, which is called then."""
+        missing = set(names)
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(work)
+
+            def again() -> None:
+                nonlocal running
+                if running.done():
+                    running.result()
+                    running = pool.submit(work)
+
+            def fired() -> bool:
+                missing.difference_update(self.firing())
+                return not missing
+
+            try:
+                wait_for(f"the alerts {missing}", fired, again)
+            finally:
+                seen()
+            running.result()

@@ -44,4 +44,5 @@ def store(path: str) -> dict[str, Any]:
     }
 
 
-STORES = {QWEN: store("/a/0123456789abcdef"), LLAMA: store("/a/fedcba9876543210")}
+PATH = "/a/0123456789abcdef"
+STORES = {QWEN: store(PATH), LLAMA: store("/a/fedcba9876543210")}

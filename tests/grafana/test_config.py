@@ -44,12 +44,28 @@ OF_LATER_RUNS = {"SSDKVStoreSuspended"}
 def test_every_alert_is_tested_and_has_its_cure_in_the_docs() -> None:
     alerts = {rule["alert"] for group in read("alerts.yml")["groups"] for rule in group["rules"]}
     here = Path(__file__).parent
-    cases, live = ((here / name).read_text() for name in ("alerts_test.yml", "test_live.py"))
+    cases = (here / "alerts_test.yml").read_text()
+    live = "".join((here / name).read_text() for name in ("test_live.py", "test_live_nodes.py"))
     page = (DOCS / "monitoring.md").read_text()
     assert alerts
     assert {name for name in alerts if f"alertname: {name}" not in cases} == set()
     assert {name for name in alerts if f'"{name}"' not in live} == OF_LATER_RUNS
     assert set(re.findall(r"^### `(\w+)`", page, re.MULTILINE)) == alerts
+
+
+def test_the_alert_of_nodes_knows_the_job_of_the_docs() -> None:
+    example = re.search(r"```yaml\n(.*?)```", (DOCS / "monitoring.md").read_text(), re.DOTALL)
+    assert example is not None
+    jobs = {job["job_name"]: job for job in yaml.safe_load(example[1])["scrape_configs"]}
+    (rule,) = (
+        rule
+        for group in read("alerts.yml")["groups"]
+        for rule in group["rules"]
+        if rule["alert"] == "SSDKVNodeDown"
+    )
+    named = re.search(r'job="([^"]*)"', rule["expr"])
+    assert named is not None
+    assert jobs[named[1]]["static_configs"] == [{"targets": ["HOST:9400"]}]
 
 
 SERVICE = {"build", "command", "depends_on", "deploy", "environment", "healthcheck", "image"} | {

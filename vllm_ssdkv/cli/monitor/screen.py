@@ -1,4 +1,4 @@
-"""What ``ssdkv top`` shows of a server or a node."""
+"""Screens of ``ssdkv top``: a server, or a node."""
 
 from __future__ import annotations
 
