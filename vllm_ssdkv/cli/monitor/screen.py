@@ -127,17 +127,16 @@ def _stores(stores: tuple[StoreSample, ...]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("\nModel", overflow="fold")
     table.add_column("\nStore", no_wrap=True)
-    for name in ("Slots\nall", "\nready", "\npinned", "\nfree", "\nused"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("DRAM\nframes", "\nused", "\nunwritten"):
+    slots, frames = ("Slots\nall", "\nused", "\npinned"), ("DRAM\nframes", "\nused", "\ndirty")
+    for name in (*slots, *frames):
         table.add_column(name, justify="right", no_wrap=True)
     for store in stores:
         table.add_row(
             Text(store.model),
             Text(store.store),
-            *(_whole(n) for n in (store.slots, store.slots_ready, store.slots_pinned)),
-            _whole(store.slots_free),
+            _whole(store.slots),
             percent(share_of(store.slots - store.slots_free, store.slots)),
+            _whole(store.slots_pinned),
             _whole(store.dram_frames),
             percent(share_of(store.dram_frames_used, store.dram_frames)),
             _whole(store.dram_frames_dirty),
