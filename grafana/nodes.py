@@ -282,7 +282,7 @@ def _engines(board: Dashboard) -> None:
         graph(
             "Node answers",
             "1 while the node answers the engine. At 0 nothing is found in it or stored, and "
-            "requests are computed.",
+            "requests are computed. An idle engine shows what was last.",
             "none",
             (total(ours("node_connected"), *_EACH_ENGINE), _ENGINE_LEGEND),
         ),
