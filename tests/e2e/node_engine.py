@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.alone import environment_with_tests
 from tests.e2e.engine import Engine, Tokens
 
 KV_TOKENS = 16384
@@ -23,7 +24,8 @@ class EngineProcess:
         order = json.dumps({"model": str(model), "ssdkv": dict(ssdkv)})
         with log.open("wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.e2e.node_engine", order],
+                [sys.executable, "-P", "-m", "tests.e2e.node_engine", order],
+                env=environment_with_tests(log.parent),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import pytest
 from PIL import Image
 from vllm.lora.request import LoRARequest
 
+from tests.alone import environment_with_tests
 from tests.conftest import SOAK_ROUNDS
 from tests.e2e.engine import MAX_TOKENS, Answer, Engine
 from tests.e2e.identity_table import CASES, Case, Start, as_in_a_new_process
@@ -25,7 +25,6 @@ BESIDE_IMAGE = PROMPT[:40]
 """So short that an image is a good part of the context."""
 ROUNDING = 1e-3
 """Of logarithms of probabilities, in float32."""
-TESTS = Path(__file__).parents[1]
 
 WITH_ENGINES = (
     "tensors in the middle of the file",
@@ -112,15 +111,14 @@ def test_engines(
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """Of the blocks of one prompt in the first and second start, by case."""
-    tests = tmp_path_factory.mktemp("path")  # the sources must not hide what is installed
-    (tests / "tests").symlink_to(TESTS)
+    environment = environment_with_tests(tmp_path_factory.mktemp("path"))
     done = subprocess.run(
         [
             sys.executable,
             *("-P", "-m", "tests.e2e.identity_probe"),
             str(tmp_path_factory.mktemp("cases")),
         ],
-        env={**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1"},
+        env={**environment, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=400,

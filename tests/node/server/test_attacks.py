@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.alone import environment_with_tests
 from tests.node.process import NodeProcess
 from tests.node.protocol.frame_samples import SAMPLES, framed, hostile_session
 from tests.node.server.attacker import SPEC, WAIT_S, Attacker, connected, raw, raw_worker
@@ -513,9 +514,9 @@ def test_a_stopped_client_amid_a_save_harms_nobody(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     with NodeProcess(tmp_path, listen=[address], lease=4.0) as node:
-        command = [sys.executable, "-c", STOPPED, address]
-        root = Path(__file__).parents[3]
-        with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE) as stopped:
+        command = [sys.executable, "-P", "-c", STOPPED, address]
+        environment = environment_with_tests(tmp_path)
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as stopped:
             try:
                 assert stopped.stdout is not None
                 assert stopped.stdout.readline() == b"half\n"
