@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import urllib.request
 from typing import Any
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from tests.cli.metric_pages import node_page, page, served
+from tests.cli.metric_pages import node_collector, node_page, page, served
 from vllm_ssdkv.base.metrics import BY_NAME
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.cli.monitor.metrics_scrape import parse
@@ -23,6 +24,7 @@ from vllm_ssdkv.cli.monitor.node_sample import (
     is_node,
 )
 from vllm_ssdkv.cli.monitor.screen import screen
+from vllm_ssdkv.node.server.node_metrics import serve_metrics
 
 URL = "http://host:9400/metrics"
 QWEN, LLAMA = ("Qwen/Qwen3-8B", "0123456789abcdef"), ("some/llama", "fedcba9876543210")
@@ -92,6 +94,21 @@ def test_a_node_is_told_from_an_engine() -> None:
     assert is_node(parse(PAGES[0], 0.0, URL))
     assert is_node(parse(node_page({}, {}), 0.0, URL)), "before any engine"
     assert not is_node(parse(page({"slots": {(): 1}, "node_connected": {(): 1}}), 0.0, URL))
+
+
+def test_prometheus_gets_the_names_that_are_documented() -> None:
+    """It asks for OpenMetrics, where prometheus_client has no colons in names."""
+    server, port = serve_metrics("127.0.0.1:0", node_collector(OWN, stores(0))[0])
+    try:
+        asked = urllib.request.Request(
+            f"http://127.0.0.1:{port}/metrics",
+            headers={"Accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"},
+        )
+        with urllib.request.urlopen(asked, timeout=10) as answer:
+            assert is_node(parse(answer.read().decode(), 0.0, URL))
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_rates_of_a_node_are_differences_over_the_time_between() -> None:

@@ -23,6 +23,7 @@ from vllm_ssdkv.cli.monitor.tables import (
 
 def screen(sample: Sample | NodeSample, problem: str = "") -> Group:
     """The sample for people; ``problem``: why it is not the newest, empty when it is."""
+    middle: list[Table | Text]
     if isinstance(sample, NodeSample):
         engines = _counted(sample.sessions["scheduler"], "engine")
         rest = f"{engines}, {_counted(len(sample.stores), 'store')}"

@@ -16,7 +16,8 @@ from rich.text import Text
 from vllm_ssdkv.cli.monitor.metrics_sample import Sample, compare
 from vllm_ssdkv.cli.monitor.metrics_scrape import Scrape, ScrapeError, fetch, page_url
 from vllm_ssdkv.cli.monitor.node_sample import NodeSample, compare_node, is_node
-from vllm_ssdkv.cli.monitor.screen import BAD, screen
+from vllm_ssdkv.cli.monitor.screen import screen
+from vllm_ssdkv.cli.monitor.tables import BAD
 
 FAILED: Final = 1
 _URL: Final = "http://127.0.0.1:8000"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
@@ -123,8 +123,15 @@ def serve_metrics(where: str, collector: Collector) -> tuple[WSGIServer, int]:
         raise ConfigError(f"metrics: {where!r} is no host:port")
     registry = CollectorRegistry()
     registry.register(collector)
+    page = make_wsgi_app(registry)
+
+    def as_text(environ: dict[str, Any], start_response: Any) -> Any:  # noqa: ANN401 - WSGI's
+        # As OpenMetrics, prometheus_client writes names with an underscore in place of the colon.
+        return page({**environ, "HTTP_ACCEPT": "*/*"}, start_response)
+
     try:
         server, _ = start_http_server(int(port), host.strip("[]") or "127.0.0.1", registry)
+        server.set_app(as_text)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"metrics: cannot listen at {where}: {error}") from error
     return server, int(server.server_port)
