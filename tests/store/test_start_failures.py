@@ -85,7 +85,7 @@ def run(where: list[Path], **options: Any) -> None:  # noqa: ANN401 - any option
     [
         (opening, "open_device", 2),
         (opening, "claim", 2),
-        (opening, "Arena", 1),
+        (Arena, "__init__", 1),
         (opening, "open_engine", 1),
         (Arena, "populate", 1),
         (opening, "DeviceHealth", 1),
