@@ -285,7 +285,7 @@ def estimate(step: DecodeStep, card: Card, kernel: KernelCycles, cards: int = 1)
 
 
 def _cycles(step: DecodeStep, kernel: KernelCycles, cards: int) -> float:
-    """Of each card."""
+    """Cycles of each card."""
     nbytes = step.attended_bytes if kernel.token else step.read_bytes
     return kernel.cycles(step.jobs, nbytes / cards, step.jobs * step.tokens / cards)
 

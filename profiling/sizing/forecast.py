@@ -8,6 +8,7 @@ wait, then a token of each per step. So no figure depends on chance.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -180,7 +181,7 @@ class Sizing:
         return self.costs or EngineCosts(self.machine.step_overhead_s, misses=MEASURED_MISSES)
 
 
-class _Case:
+class _Case(ABC):
     """Common part of both modes."""
 
     def __init__(self, sizing: Sizing, choice: Choice) -> None:
@@ -248,17 +249,17 @@ class _Case:
         name = named.get(step.limit, "the link of the drives")
         return f"{name} ({min(1.0, busy / step.seconds):.0%} of a decode step)"
 
+    @abstractmethod
     def read_bytes(self, step: StepResult) -> float:
-        """Bytes that drives read for one request. To be said by the mode."""
-        raise NotImplementedError
+        """Bytes that drives read for one request."""
 
+    @abstractmethod
     def tiers(self) -> dict[str, float]:
-        """KV of all requests, by tier. To be said by the mode."""
-        raise NotImplementedError
+        """KV of all requests, by tier."""
 
+    @abstractmethod
     def dram(self) -> dict[str, float]:
-        """Parts of DRAM. To be said by the mode."""
-        raise NotImplementedError
+        """Parts of DRAM."""
 
 
 class _Reuse(_Case):

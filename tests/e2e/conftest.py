@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +15,10 @@ import pytest
 from tests.conftest import disk_directory
 from tests.e2e.bench import PROMPTS, Bench
 from tests.e2e.models import MAKERS
+from tests.e2e.node_engine import LEASE_S
 from tests.e2e.stock import Stock
 from tests.lanes import ENGINE
+from tests.node.process import NodeProcess
 from tests.store.unhurried import open_unhurried_engines
 from vllm_ssdkv.connector.worker import layer_copy
 
@@ -127,3 +130,17 @@ def bench(
         one.engine.close()
         for path in one.paths:
             shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def root() -> Iterator[Path]:
+    """Directory of a node and of the logs of its engines."""
+    with tempfile.TemporaryDirectory(prefix="ssdkv-e2e-node-", dir=disk_directory()) as place:
+        yield Path(place)
+
+
+@pytest.fixture(scope="module")
+def node(root: Path) -> Iterator[NodeProcess]:
+    """A node that runs while a module's tests do."""
+    with NodeProcess(root, lease=LEASE_S) as node:
+        yield node

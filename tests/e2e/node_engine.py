@@ -15,6 +15,8 @@ from tests.alone import environment_with_tests
 from tests.e2e.engine import Engine, Tokens
 
 KV_TOKENS = 16384
+LEASE_S = 3.0
+"""Of the node that tests share."""
 
 
 class EngineProcess:
@@ -52,7 +54,7 @@ class EngineProcess:
         self.process.stdin.flush()
 
     def result(self) -> Any:  # noqa: ANN401 - JSON
-        """What came of the oldest order that was not asked for yet."""
+        """Take the result of the oldest order that was not asked for yet."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("RESULT "):

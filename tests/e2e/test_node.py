@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -10,17 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import disk_directory
 from tests.e2e.engine import Engine, Tokens
 from tests.e2e.models import make_llama, prompts
-from tests.e2e.node_engine import KV_TOKENS, EngineProcess
+from tests.e2e.node_engine import KV_TOKENS, LEASE_S, EngineProcess
 from tests.e2e.stock import Stock
 from tests.e2e.workload import SHORT
 from tests.node.process import NodeProcess
 from vllm_ssdkv.node.protocol.credentials import make_keys
 
 BLOCK = 32
-LEASE_S = 3.0
 LONG = prompts((3000, 2500, 2800, 2600), seed=21)
 NEWS = prompts((700, 900, 1100, 500), seed=22)
 
@@ -43,18 +42,6 @@ def eventually(what: Callable[[], bool], seconds: float = 60.0) -> bool:
             return False
         time.sleep(0.1)
     return True
-
-
-@pytest.fixture(scope="module")
-def root() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="ssdkv-e2e-node-", dir=disk_directory()) as place:
-        yield Path(place)
-
-
-@pytest.fixture(scope="module")
-def node(root: Path) -> Iterator[NodeProcess]:
-    with NodeProcess(root, lease=LEASE_S) as node:
-        yield node
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +88,7 @@ def check(engine: Engine, stock: Stock, batch: list[Tokens]) -> list[int]:
 
 
 def left(node: NodeProcess) -> int:
-    """What sessions of engines hold in the node."""
+    """Count pins and claims that sessions of engines hold in the node."""
     status = node.status()
     return sum(s.pins + s.claims for s in status.sessions) + sum(s.pinned for s in status.stores)
 
@@ -212,11 +199,13 @@ def test_through_tcp_with_keys(
     models: dict[str, Path], root: Path, stock: Stock, engine: Engine
 ) -> None:
     engine.close()
-    keys = root / "keys"
+    place = Path(tempfile.mkdtemp(dir=root))  # keys are never written over, nor by a second try
+    keys = place / "keys"
     make_keys(keys, 2)
-    place = root / "tcp"
-    place.mkdir()
-    with NodeProcess(place, keys, listen=["tcp://127.0.0.1:17071"]) as far:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    with NodeProcess(place, keys, listen=[address]) as far:
         asked = options(far, node_keys=str(keys))
         with EngineProcess(models["llama"], asked, root / "first.log") as first:
             assert first.answers(SHORT) == [(got, 0) for got in tokens(stock, SHORT)]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import disk_directory
 from tests.e2e.engine import Tokens
 from tests.e2e.models import prompts
 from tests.e2e.node_engine import EngineProcess
@@ -17,25 +15,12 @@ from tests.e2e.stock import Stock
 from tests.node.process import NodeProcess
 
 BLOCK = 32
-LEASE_S = 3.0
 PREFIXES = prompts((5000, 4500, 4800), seed=41)
 ENDS = prompts((90, 120, 70), seed=42)
 SHARED = [PREFIXES[0] + end for end in ENDS]
 """Prompts that begin alike."""
 
 FOUND = len(PREFIXES[0]) // BLOCK * BLOCK
-
-
-@pytest.fixture(scope="module")
-def root() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="ssdkv-e2e-node-", dir=disk_directory()) as place:
-        yield Path(place)
-
-
-@pytest.fixture(scope="module")
-def node(root: Path) -> Iterator[NodeProcess]:
-    with NodeProcess(root, lease=LEASE_S) as node:
-        yield node
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,9 @@ def needs_rtlsim(head_size: int, group: int) -> pytest.MarkDecorator:
 def needs_xrt() -> pytest.MarkDecorator:
     """XRT and the bridge to it."""
     return _needs(bridge_path(), XRT_HEADERS)
+
+
+def build_shape(shape: str) -> None:
+    """Build the simulated RTL of a shape, as ``scripts/fpga.sh`` names it. Blocks for minutes."""
+    script = Path(__file__).parents[2] / "scripts" / "fpga.sh"
+    subprocess.run([script, shape], check=True, timeout=3600)

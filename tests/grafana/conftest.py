@@ -359,7 +359,7 @@ def scraping(scratch: Path, jobs: Mapping[str, str]) -> Iterator[str]:
 
 
 def without_data(server: Prometheus, panel: Panel, period: Period) -> bool:
-    """Whether one of its queries has none."""
+    """Check whether one of its queries has none."""
     return any(
         not ask(server, dataclasses.replace(panel, queries=(query,)), period)
         for query in panel.queries

@@ -27,7 +27,7 @@ ENGINE: dict[str, Any] = {
 
 
 def store(path: str) -> dict[str, Any]:
-    """What a store of a node shows, with one drive."""
+    """Series that a store of a node shows, with one drive."""
     return {
         **{name: {(): 100} for name in ("slots", "slots_ready", "slots_free", "slots_pinned")},
         **{name: {(): 8} for name in ("dram_frames", "dram_frames_used", "dram_frames_dirty")},

@@ -17,7 +17,7 @@ from vllm_ssdkv.grafana.write import dashboards
 ALL_METRICS = (*METRICS, *BATCH_METRICS, *NODE_SERVER_METRICS)
 ENGINES = 'engine=~"$engine"'
 CHOICES = {"batch": ['instance=~"$instance"'], "nodes": [ENGINES, 'instance=~"$node"']}
-"""What lets one choose whose series a panel shows."""
+"""Labels by which one chooses whose series a panel shows."""
 
 
 def test_the_committed_json_is_what_the_code_writes() -> None:

@@ -54,7 +54,7 @@ SPARE_BYTES = 24 << 20
 SPARE_FILES = SPARE_THREADS = 8
 """Connections and workers of pools that come and go."""
 BOARDS = {name: read_board(name) for name in NAMES if name != "nodes"}
-"""Those of a server; ``test_live_nodes.py`` has the other."""
+"""Boards of a server; ``test_live_nodes.py`` has the other one."""
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ class Watched:
     server: WSGIServer
 
     def period(self) -> Period:
-        """What Prometheus has seen until now."""
+        """Period that Prometheus has seen until now."""
         return Period(time.time() - 60, time.time(), RATE_INTERVAL_S)
 
 

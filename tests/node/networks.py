@@ -43,7 +43,7 @@ class Host:
     device: str
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """What the work returns or raises in a thread on this host."""
+        """Do the work in a thread on this host; returns or raises what it does."""
         results: list[Result] = []
         errors: list[BaseException] = []
 

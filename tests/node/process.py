@@ -80,7 +80,7 @@ class NodeProcess:
             time.sleep(0.1)
 
     def status(self) -> Status:
-        """How it is."""
+        """State of the node."""
         return ask_status(Address.parse(self.address), self._credentials, 5.0)
 
     def log(self) -> str:

@@ -99,7 +99,7 @@ class Engine:
             time.sleep(0.002)
 
     def find(self, keys: list[bytes]) -> int:
-        """How many of these are found."""
+        """Count those of these that are found."""
         RemotePlacement(self.index).step()
         return len(self.index.lookup(keys))
 

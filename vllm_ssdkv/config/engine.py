@@ -21,7 +21,6 @@ from pydantic import (
     BeforeValidator,
     Field,
     GetJsonSchemaHandler,
-    ValidationError,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
@@ -48,7 +47,7 @@ from vllm_ssdkv.config.batch import BatchConfig
 from vllm_ssdkv.config.encryption import EncryptionConfig
 from vllm_ssdkv.config.io import IoConfig
 from vllm_ssdkv.config.offload import OffloadConfig
-from vllm_ssdkv.config.problems import problems
+from vllm_ssdkv.config.problems import checked_options
 from vllm_ssdkv.config.schema import PATH_TEXT, Allowed, OptionModel, PathText, Reason, or_text
 from vllm_ssdkv.config.sparse import LEAST_CHOOSING, ScorerName, SparseConfig
 
@@ -398,24 +397,10 @@ class SSDKVConfig(OptionModel):
     def from_extra_config(cls, options: Mapping[str, object]) -> SSDKVConfig:
         """Check ``kv_connector_extra_config`` and freeze it.
 
-        The values are taken as JSON whatever way they came (command line, file, Python), so the
-        same text means the same everywhere.
-
         Raises:
-            ConfigError: one line per problem, each with the option's path, the value given and
-                what is allowed; for an unknown name the nearest valid one.
+            ConfigError: as :func:`checked_options` says it.
         """
-        try:
-            text = json.dumps(dict(options), default=_json_value)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"kv_connector_extra_config is not JSON: {error}") from error
-        try:
-            return cls.model_validate_json(text)
-        except ValidationError as failure:
-            lines = problems(cls, json.loads(text), failure)
-            raise ConfigError(
-                "kv_connector_extra_config:\n" + "\n".join(f"  {line}" for line in lines)
-            ) from None
+        return checked_options(cls, options, "kv_connector_extra_config", _json_value)
 
     def with_absolute_paths(self, options: Mapping[str, object]) -> dict[str, object]:
         """The options that this was made from, with every path as it is in force: processes that

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import yaml
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.base.host import DEFAULT_DRAM_LIMIT, available_memory, is_block_device
@@ -19,7 +18,7 @@ from vllm_ssdkv.base.sizes import GIB, MIB, SIZE_TEXT, parse_size
 from vllm_ssdkv.config.encryption import EncryptionConfig
 from vllm_ssdkv.config.engine import MAX_DEVICES, MAX_DRAM_GIB, DeviceConfig, gib_or_none
 from vllm_ssdkv.config.io import IoConfig
-from vllm_ssdkv.config.problems import problems
+from vllm_ssdkv.config.problems import checked_options
 from vllm_ssdkv.config.schema import PATH_TEXT, Allowed, OptionModel, PathText, Reason
 
 MAX_ADDRESSES: Final = 16
@@ -199,18 +198,9 @@ class NodeConfig(OptionModel):
         """Check options and freeze them; ``where`` they come from, for the text of errors.
 
         Raises:
-            ConfigError: one line per problem, with the option and what is allowed.
+            ConfigError: as :func:`checked_options` says it.
         """
-        try:
-            text = json.dumps(dict(options))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{where}: not JSON: {error}") from error
-        try:
-            return cls.model_validate_json(text)
-        except ValidationError as failure:
-            lines = problems(cls, json.loads(text), failure)
-            found = "\n".join(f"  {line}" for line in lines)
-            raise ConfigError(f"{where}:\n{found}") from None
+        return checked_options(cls, options, where)
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> NodeConfig:

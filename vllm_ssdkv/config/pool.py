@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.config.node import NodeConfig
-from vllm_ssdkv.config.problems import problems
+from vllm_ssdkv.config.problems import checked_options
 from vllm_ssdkv.config.schema import Allowed, OptionModel, PathText, Reason
 
 MAX_NODES: Final = 128
@@ -154,18 +152,9 @@ class PoolConfig(OptionModel):
         """Check options and freeze them, those of each node, too.
 
         Raises:
-            ConfigError: one line per problem, with the option and what is allowed.
+            ConfigError: as :func:`checked_options` says it.
         """
-        try:
-            text = json.dumps(dict(options))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{where}: not JSON: {error}") from error
-        try:
-            pool = cls.model_validate_json(text)
-        except ValidationError as failure:
-            lines = problems(cls, json.loads(text), failure)
-            found = "\n".join(f"  {line}" for line in lines)
-            raise ConfigError(f"{where}:\n{found}") from None
+        pool = checked_options(cls, options, where)
         for node in pool.nodes:
             NodeConfig.from_options(pool.options_of(node), f"{where}: node {node.name}")
         return pool

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from vllm_ssdkv.config.schema import allowed_text, model_of, walk
+from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.config.schema import OptionModel, allowed_text, model_of, walk
+
+_Options = TypeVar("_Options", bound=OptionModel)
 
 _MAX_VALUE_CHARS: Final = 120
 
@@ -74,6 +77,38 @@ def _unknown(model: type[BaseModel], location: Sequence[int | str]) -> str:
     else:
         hint = f"known here: {', '.join(names)}"
     return f"{path_text(location)}: unknown option; {hint}"
+
+
+def checked_options(
+    model: type[_Options],
+    options: Mapping[str, object],
+    where: str,
+    as_json: Callable[[object], object] | None = None,
+) -> _Options:
+    """Check options and freeze them.
+
+    The values are taken as JSON whatever way they came (command line, file, Python), so the same
+    text means the same everywhere.
+
+    Args:
+        model: The class of the options.
+        options: What was given.
+        where: Where it comes from, for the text of errors.
+        as_json: Makes JSON of a value that is none.
+
+    Raises:
+        ConfigError: one line per problem, each with the option's path, the value given and what is
+            allowed; for an unknown name the nearest valid one.
+    """
+    try:
+        text = json.dumps(dict(options), default=as_json)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from error
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as failure:
+        lines = problems(model, json.loads(text), failure)
+        raise ConfigError(f"{where}:\n" + "\n".join(f"  {line}" for line in lines)) from None
 
 
 def problems(model: type[BaseModel], raw: object, failure: ValidationError) -> list[str]:

@@ -28,7 +28,7 @@ from vllm_ssdkv.store.write_policy import WritePolicy
 logger = logging.getLogger(__name__)
 
 BIND_S: Final = 60.0
-"""How long a scheduler's start waits for all workers to have told the node of their weights."""
+"""Wait of a scheduler's start until all workers have told the node of their weights, in seconds."""
 
 
 def peer_of(config: SSDKVConfig, place: StorePlace, layout: KVLayout, role: Role) -> Peer:

@@ -108,7 +108,7 @@ def test_a_name_that_no_node_has_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_host_is_asked_by_ssh_for_its_own_node(tmp_path: Path) -> None:
-    """What ssh gets: host, one command as the other shell reads it, and the pool of one node."""
+    """Arguments of ssh: host, one command as the other shell reads it, and the pool of one node."""
     answer = {"name": "a", "host": "local", "state": "serves", "pid": 7, "addresses": ["unix:///x"]}
     ssh = command(
         tmp_path,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from tests.fpga_offload.needs import needs_rtlsim
+from tests.fpga_offload.needs import build_shape, needs_rtlsim
 from tests.fpga_offload.rtl.contexts import (
     Call,
     Fill,
@@ -36,7 +35,6 @@ from vllm_ssdkv.fpga_offload.csim import CsimBackend
 from vllm_ssdkv.fpga_offload.description import GROUPS, HEAD_SIZES, MAX_JOB_ENTRIES, KernelShape
 from vllm_ssdkv.fpga_offload.rtlsim import Port, RtlsimBackend
 
-ROOT = Path(__file__).parents[3]
 CLOSE = 1e-5
 DTYPES: tuple[Literal["float16"], Literal["bfloat16"]] = ("float16", "bfloat16")
 SHAPES = [
@@ -339,22 +337,11 @@ def test_query_heads_share_one_stream() -> None:
     assert cycles[1] <= 1.1 * cycles[0]
 
 
-@pytest.fixture
-def built() -> Callable[[int, int], None]:
-    """Builds the library of a head size and group."""
-
-    def build(head_size: int, group: int) -> None:
-        shape = f"{head_size}:{group}"
-        subprocess.run([ROOT / "scripts/fpga.sh", shape], check=True, timeout=1800)
-
-    return build
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_shape(built: Callable[[int, int], None], head_size: int, group: int) -> None:
-    built(head_size, group)
+def test_every_shape(head_size: int, group: int) -> None:
+    build_shape(f"{head_size}:{group}")
     for dtype in DTYPES:
         backend = RtlsimBackend(KernelShape(head_size, group, dtype))
         for seed, stalls in ((13, 0.0), (14, 0.2), (15, 0.5)):

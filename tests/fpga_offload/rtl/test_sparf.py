@@ -5,11 +5,9 @@ Token by token and page by page; its masses and states are theirs.
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fpga_offload.needs import needs_rtlsim
+from tests.fpga_offload.needs import build_shape, needs_rtlsim
 from tests.fpga_offload.rtl.contexts import SparfCall, far_apart, make_sparf
 from tests.fpga_offload.sparf_problems import problems, same_as_sparq, same_choice, tied
 from tests.sparse.contexts import Contexts
@@ -224,25 +222,11 @@ def test_what_it_does_not_know_is_refused(backend: RtlsimBackend) -> None:
         backend.sparf(long)
 
 
-ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture(scope="module")
-def built() -> Callable[[int, int], None]:
-    """Builds the library of a head size and group, with ``sparf``."""
-
-    def build(head_size: int, group: int) -> None:
-        shape = f"{head_size}:{group}:sparf"
-        subprocess.run([ROOT / "scripts/fpga.sh", shape], check=True, timeout=3600)
-
-    return build
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_shape(built: Callable[[int, int], None], head_size: int, group: int) -> None:
-    built(head_size, group)
+def test_every_shape(head_size: int, group: int) -> None:
+    build_shape(f"{head_size}:{group}:sparf")
     for dtype in ("float16", "bfloat16"):
         fuzz(RtlsimBackend(KernelShape(head_size, group, dtype)))
 

@@ -1,4 +1,4 @@
-"""How long a request waits for what another computes."""
+"""Waits of requests for blocks that others compute, and their ends."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_arrays_of_broken_length_are_refused() -> None:
 
 
 def received(channel: Channel) -> tuple[NodeError, int]:
-    """What ended a channel, and how many messages came before."""
+    """Error that ended a channel, and how many messages came before."""
     for count in itertools.count():
         try:
             frame = channel.receive(5.0)

@@ -1,4 +1,4 @@
-"""Who may listen and connect where, and with which keys."""
+"""Rules for listening and connecting: where, and with which keys."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def test_a_handshake_that_never_comes_has_a_deadline(keys: Path) -> None:
 
 
 def test_the_wire_shows_nothing_of_a_payload(tmp_path: Path, keys: Path) -> None:
-    """What goes through TLS is not what was sent."""
+    """Bytes on the wire under TLS are not those that were sent."""
     secret = b"a secret of sixty-four bytes" * 3
     seen = bytearray()
     node = Listener(Address.parse(LOCAL), Credentials.load(keys, "node"))

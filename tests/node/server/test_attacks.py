@@ -86,7 +86,7 @@ def vitals(node: NodeProcess) -> tuple[int, int, int]:
 
 
 def beyond(now: tuple[int, int, int], before: tuple[int, int, int]) -> bool:
-    """Whether a node has kept something of those who are gone."""
+    """Check whether a node has kept something of those who are gone."""
     # Of I/O engines, which start threads when they need them; some hundred sessions came and went.
     room = (4, 8, 64)
     return any(a > b + more for a, b, more in zip(now, before, room, strict=True))
@@ -97,7 +97,7 @@ def keys(first: int, count: int) -> bytes:
 
 
 def served(node: NodeProcess) -> bool:
-    """Whether an engine gets its answers, and soon."""
+    """Check whether an engine gets its answers, and soon."""
     begin = time.monotonic()
     with Attacker(Address.parse(node.address), "scheduler", "good") as good:
         assert isinstance(good.call(Lookup(keys(1, 10))).message, Slots)

@@ -1,4 +1,4 @@
-"""Who computes what: each key has one request, until that has ended or stands still."""
+"""Requests that compute: each key has one, until that has ended or stands still."""
 
 from __future__ import annotations
 

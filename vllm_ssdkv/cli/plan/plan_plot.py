@@ -21,17 +21,23 @@ def plot(plan: Plan, curves: Mapping[str, Sequence[tuple[float, float]]], path: 
         BenchError: the file cannot be written.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import StrMethodFormatter
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for name, points in curves.items():
+    for number, (name, points) in enumerate(curves.items()):
         x, y = zip(*points, strict=True)
-        left.plot(x, y, marker="o", markersize=3, label=name)
+        # Ways that are equally fast lie over each other: the later ones are thinner.
+        width = 1 + (len(curves) - number)
+        left.plot(x, y, marker="o", markersize=3, linewidth=width, label=name)
     best = plan.best
     left.plot([best.choice.batch], [best.tokens_per_s], "k*", markersize=10, label="the plan")
     left.set(xlabel="requests that decode at a time", ylabel="tokens/s, prompts included")
     left.set_xscale("log", base=2)
     left.set_yscale("log")
+    for axis in (left.xaxis, left.yaxis):
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    left.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
     left.grid(alpha=0.3)
     left.legend(fontsize=8)
     names = [one.name for one in plan.purchases]

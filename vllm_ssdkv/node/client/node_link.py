@@ -22,7 +22,7 @@ from vllm_ssdkv.node.protocol.messages import Welcome
 logger = logging.getLogger(__name__)
 
 START_S: Final = 10.0
-"""How long an engine's start waits for its node."""
+"""Wait of an engine's start for its node, in seconds."""
 
 CONNECT_S: Final = 3.0
 """Deadline of each later attempt."""
@@ -32,7 +32,7 @@ LONGEST_PAUSE_S: Final = 5.0
 """Pauses between attempts double from the first to the longest."""
 
 _LOOK_S: Final = 0.05
-"""How often the thread looks whether a session has ended."""
+"""Pause between looks whether a session has ended, in seconds."""
 
 
 class NodeLink:

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 I64 = NDArray[np.int64]
 
 LOOK_S: Final = 1.0
-"""How often the node is asked for its numbers, which is how a node that is gone is noticed."""
+"""Pause between questions for the node's numbers, which notice that it is gone, in seconds."""
 
 _NO_SLOTS: Final = np.zeros(0, dtype=np.int64)
 _NO_GAUGES: Final = {

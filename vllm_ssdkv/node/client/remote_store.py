@@ -70,7 +70,7 @@ LEAST_RATE: Final = 20e6
 """Bytes per second that a network must take: a slower one is no use, and would hold steps up."""
 
 PLACES_S: Final = 1.0
-"""How long a step waits for a place of the transfer region, where all are on their way."""
+"""Wait of a step for a place of the transfer region, where all are on their way, in seconds."""
 
 _NO_OFFSETS: Final = np.zeros(0, dtype=np.int64)
 _NO_FRAMES: Final = np.zeros(0, dtype=np.int32)

@@ -27,7 +27,7 @@ from vllm_ssdkv.node.protocol.outgoing import Outgoing, Pulse
 from vllm_ssdkv.node.protocol.streams import Stream, TlsStream, WouldBlockError
 
 _FAREWELL_S = 0.5
-"""How long the last frame of a channel may take to leave, in seconds."""
+"""Deadline of the last frame of a channel, in seconds."""
 
 _SCRATCH_BYTES = 1 << 20
 

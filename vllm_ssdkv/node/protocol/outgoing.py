@@ -13,7 +13,7 @@ from vllm_ssdkv.node.protocol.streams import Stream, WouldBlockError
 STALL_S = 10.0
 
 _PULSE_S = 5.0
-"""How long a heartbeat or a credit may take to leave, in seconds."""
+"""Deadline of a heartbeat or a credit, in seconds."""
 
 
 class Outgoing:

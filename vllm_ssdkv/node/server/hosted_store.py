@@ -52,7 +52,7 @@ are on the devices."""
 _SLOW_CLOSE_S = 10.0
 
 _LOOK_S = 0.5
-"""How often who waits for weights looks whether their engine is still there."""
+"""Pause between looks whether an engine that waits for weights is still there, in seconds."""
 
 
 class HostedStore:

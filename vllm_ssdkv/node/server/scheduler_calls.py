@@ -136,7 +136,7 @@ class SessionCalls:
 
 
 MOST_PATIENCE_S = 600.0
-"""How long a scheduler may wait for its workers' weights."""
+"""Wait of a scheduler for its workers' weights, in seconds, at most."""
 
 
 def _pairs(slots: bytes, epochs: bytes) -> tuple[I64, I64]:
