@@ -60,6 +60,8 @@ def said(levels: set[str]) -> Iterator[tuple[str, str]]:
                 if name.attr in levels:
                     text = re.sub(r"%(?:\.\d+)?[sdgfr]", ANYTHING, text_of(node.args[0]))
                     yield where, text.replace("%%", "%")
+            elif isinstance(name, ast.Name) and name.id == "checked_options":
+                yield where, text_of(node.args[2]) + ":" + ANYTHING  # its errors begin so
             elif isinstance(name, ast.Name) and name.id in ERRORS:
                 elsewhere = OF_COMMANDS + (LINES_OF_ANOTHER if name.id == "Obstacle" else ())
                 if path.name not in elsewhere:
