@@ -574,10 +574,13 @@ class RemoteStore:
         if len(offsets) != len(blocks):
             raise ProtocolError("load", f"{len(blocks)} blocks came at {len(offsets)} places")
         self.load_frames.show(source, offsets, frame_bytes)
+        begun = time.monotonic()
         self._copy(loading, blocks)
+        loading.moved = time.monotonic()
+        if arrived.ended is not None:  # who waits for the load goes on before the node hears of it
+            self._conclude(memory, frame.call_id, arrived.ended, dram_s=loading.moved - begun)
         if not frame.payload_bytes:
             self._send(memory, Copied(arrived.part), frame.call_id)
-        loading.moved = time.monotonic()
 
     def _copy(self, loading: _Loading, blocks: I64) -> None:
         if loading.failed or self._copy_in is None:
@@ -601,19 +604,32 @@ class RemoteStore:
         return memory.payload[:nbytes]
 
     def _load_ended(self, memory: _Memory, frame: Frame, ended: LoadEnded) -> None:
-        loading, copy = self._loading(memory, frame.call_id), None
-        job = loading.job
+        job, last = self._loading(memory, frame.call_id).job, None
         if frame.payload_bytes:
             last = self._receive_frames(memory, frame, 1).copy()
-            copy = (int(job.slots[-1]), int(job.epochs[-1]), last) if job.compared else None
+        self._conclude(memory, frame.call_id, ended, last=last if job.compared else None)
+
+    def _conclude(
+        self,
+        memory: _Memory,
+        number: int,
+        ended: LoadEnded,
+        *,
+        dram_s: float = 0.0,
+        last: NDArray[np.uint8] | None = None,
+    ) -> None:
+        """Pass the end of a load on. ``dram_s``: seconds of a copy that the node did not wait for.
+        ``last``: frame of the last slot."""
         with memory.lock:
-            del memory.loads[frame.call_id]
+            loading = memory.loads.pop(number)
+        job = loading.job
         bad = zip(unpack(ended.slots).tolist(), unpack(ended.epochs).tolist(), strict=True)
         if not ended.complete or loading.failed or loading.missing:
             outcome = _failure(job)
             outcome.bad.extend(bad)
             self._outcomes.put(outcome)
             return
+        copy = None if last is None else (int(job.slots[-1]), int(job.epochs[-1]), last)
         self._outcomes.put(
             LoadOutcome(
                 job.request_id,
@@ -624,7 +640,7 @@ class RemoteStore:
                 ended.hit_tokens_from_dram,
                 ended.hit_tokens_from_ssd,
                 ended.queued_s,
-                ended.dram_s,
+                ended.dram_s + dram_s,
                 ended.ssd_s,
                 time.monotonic(),
                 copy,

@@ -353,7 +353,8 @@ class Load(Message, frozen=True):
     """Bring a hit; on the ``bytes`` connection.
 
     :class:`Arrived` come for its blocks, then a :class:`LoadEnded`, all with the number of this
-    call. Slots that have other epochs or keys than these by now end it at once.
+    call; or one :class:`Arrived` with the end in it. Slots that have other epochs or keys than
+    these by now end it at once.
 
     Attributes:
         request_id: For the log.
@@ -375,28 +376,6 @@ class Load(Message, frozen=True):
     compared: bool = False
 
 
-class Arrived(Message, frozen=True):
-    """Blocks of a load are in DRAM.
-
-    Attributes:
-        part: Number of this message among those of its load, from 0.
-        blocks: As the load named them.
-        places: Offset of each frame in the arena, where it stays until :class:`Copied`; empty: they
-            are the payload, in this order, and nothing is to be answered.
-    """
-
-    part: Count
-    blocks: Numbers
-    places: Numbers
-
-
-class Copied(Message, frozen=True):
-    """The frames of an :class:`Arrived` may go. On the ``bytes`` connection, with the number of the
-    load."""
-
-    part: Count
-
-
 class LoadEnded(Message, frozen=True):
     """End of a load. ``slots`` and ``epochs`` are those of which the bytes are wrong.
 
@@ -415,6 +394,30 @@ class LoadEnded(Message, frozen=True):
     dram_s: Seconds = 0.0
     ssd_s: Seconds = 0.0
     copied: bool = False
+
+
+class Arrived(Message, frozen=True):
+    """Blocks of a load are in DRAM.
+
+    Attributes:
+        part: Number of this message among those of its load, from 0.
+        blocks: As the load named them.
+        places: Offset of each frame in the arena, where it stays until :class:`Copied`; empty: they
+            are the payload, in this order, and nothing is to be answered.
+        ended: These are all blocks of the load, and it ends with their copy; None: more follows.
+    """
+
+    part: Count
+    blocks: Numbers
+    places: Numbers
+    ended: LoadEnded | None = None
+
+
+class Copied(Message, frozen=True):
+    """The frames of an :class:`Arrived` may go, also where its load is over. On the ``bytes``
+    connection, with the number of the load."""
+
+    part: Count
 
 
 # ---- how the node is ----

@@ -6,6 +6,7 @@ than what else a node does for a small hit.
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 from typing import Final
@@ -18,7 +19,7 @@ from vllm_ssdkv.store.cache.frames import NO_FRAME
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
 
 MOST: Final = 64
-"""Loads at a time; others go through the loader, whose waits have a deadline."""
+"""Loads of a session at a time; others go through the loader, which has one at a time."""
 
 
 @dataclass(slots=True)
@@ -31,51 +32,70 @@ class _Begun:
 
 
 class DramLoads:
-    """Loads of one worker. Used by the thread that receives.
+    """Loads of one worker that it was told of and has not copied yet.
+
+    The thread that receives calls all methods but :meth:`stood_still`, which any may call.
 
     Example:
         frames = loads.begin(call, job)
-        outcome = loads.end(call)
+        job = loads.end(call)
     """
 
     def __init__(self, host: HostedRank, block_tokens: int):
         """``host``: whose frames these are."""
         self._host, self._block_tokens = host, block_tokens
+        self._lock = threading.Lock()
         self._begun: dict[int, _Begun] = {}
+        """By call, the oldest first. The lock guards it."""
 
     def begin(self, call_id: int, job: LoadJob) -> NDArray[np.int32] | None:
-        """Frames of all slots of a load, [n], which stay as they are until :meth:`end`; None: not
-        all have one, or too many loads have begun."""
+        """Frames of all slots of a load, [n], which stay as they are until :meth:`end`.
+
+        None: not all have one, or too many are borrowed already. The job is then the loader's.
+        """
         if len(self._begun) >= MOST or call_id in self._begun:
+            return None
+        if not self._host.lent.take(len(job.slots)):
             return None
         frames = self._host.store.frames.borrow(job.slots)
         if (frames == NO_FRAME).any():
-            self._host.store.frames.give_back(frames)
+            self._give_back(frames)
             return None
-        self._begun[call_id] = _Begun(job, frames, time.monotonic())
+        with self._lock:
+            self._begun[call_id] = _Begun(job, frames, time.monotonic())
         return frames
 
-    def end(self, call_id: int) -> tuple[LoadJob, LoadOutcome] | None:
-        """The worker has copied everything; None: no such load has begun."""
-        begun = self._begun.pop(call_id, None)
-        if begun is None:
-            return None
-        job, store = begun.job, self._host.store
+    def outcome(self, job: LoadJob) -> LoadOutcome:
+        """Outcome of a load that has begun, once it is copied."""
         every = np.arange(len(job.slots), dtype=np.int64)
         outcome = LoadOutcome(job.request_id)
         outcome.tokens_from_dram = len(every) * self._block_tokens
         outcome.hit_tokens_from_dram = job.tokens_of(every, self._block_tokens)
-        if job.compared:
-            copy = store.frames.view(int(begun.frames[-1])).copy()
-            outcome.copy = int(job.slots[-1]), int(job.epochs[-1]), copy
-        store.frames.give_back(begun.frames)
-        outcome.dram_s = time.monotonic() - begun.since
-        return job, outcome
+        return outcome
+
+    def end(self, call_id: int) -> LoadJob | None:
+        """The worker has copied everything; None: no such load has begun."""
+        with self._lock:
+            begun = self._begun.pop(call_id, None)
+        if begun is None:
+            return None
+        self._give_back(begun.frames)
+        return begun.job
+
+    def stood_still(self, seconds: float) -> bool:
+        """Check whether a load has not been copied for so long."""
+        with self._lock:
+            oldest = next(iter(self._begun.values()), None)
+        return oldest is not None and time.monotonic() - oldest.since > seconds
 
     def close(self) -> list[LoadJob]:
         """Give everything back; the loads that had begun."""
-        for begun in self._begun.values():
-            self._host.store.frames.give_back(begun.frames)
-        jobs = [begun.job for begun in self._begun.values()]
-        self._begun.clear()
-        return jobs
+        with self._lock:
+            begun, self._begun = list(self._begun.values()), {}
+        for one in begun:
+            self._give_back(one.frames)
+        return [one.job for one in begun]
+
+    def _give_back(self, frames: NDArray[np.int32]) -> None:
+        self._host.store.frames.give_back(frames)
+        self._host.lent.give_back(len(frames))

@@ -36,6 +36,37 @@ class RankResults:
     """(device, bytes) since the last results."""
 
 
+class LentFrames:
+    """Frames that workers copy from, told of by a thread that does not wait for the copy.
+
+    All sessions together have half of the frames at most: saves and reads go on whatever workers
+    do. Any thread may call.
+
+    Example:
+        lent = LentFrames(lambda: 8)
+        assert lent.take(3)
+        lent.give_back(3)
+    """
+
+    def __init__(self, frames: Callable[[], int]):
+        """``frames``: how many the rank has."""
+        self._frames = frames
+        self._lock = threading.Lock()
+        self._lent = 0
+
+    def take(self, count: int) -> bool:
+        """Lend ``count`` more; False: that would be too many."""
+        with self._lock:
+            fits = self._lent + count <= self._frames() // 2
+            self._lent += count if fits else 0
+            return fits
+
+    def give_back(self, count: int) -> None:
+        """These are lent no more."""
+        with self._lock:
+            self._lent -= count
+
+
 class HostedRank:
     """One rank's part of a store. Any thread may call; a thread of its own tells results.
 
@@ -44,6 +75,7 @@ class HostedRank:
         store: Its frames, files and threads.
         arena: Memory that engines on this host map.
         saving: Lock of whoever takes frames for blocks of engines.
+        lent: Count of frames that workers copy from by themselves.
     """
 
     def __init__(self, place: StorePlace, rank: int, block_tokens: int):
@@ -76,6 +108,7 @@ class HostedRank:
         except BaseException:
             self._opened.close()
             raise
+        self.lent = LentFrames(lambda: self.store.frames.frames)
         self.paths = self._opened.files.health.paths
         self.counters.start_at_zero(self.paths)
         self._metrics = EngineMetrics(self._opened.files.engine, self.paths, self.counters)

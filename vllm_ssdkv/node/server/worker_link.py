@@ -47,6 +47,9 @@ logger = logging.getLogger(__name__)
 MOST_LOADS = 4096
 """Loads of one worker that have not ended; an engine has as many as it has requests."""
 
+LOOKS = 4
+"""Looks at what a worker does not copy, in the time of a lease."""
+
 PART_BYTES = 16 * MIB
 """Bytes of frames in one message over TCP, at most, unless one frame is larger."""
 
@@ -206,12 +209,28 @@ class WorkerLink:
         self._news.put(Written(slots, epochs) if good else WriteFailed(slots, epochs))
 
     def _tell(self) -> None:
-        while (message := self._news.get()) is not None:
+        """Tell what was written, and see whether the worker copies what it was told of."""
+        while not self._at_hand.stood_still(self._lease_s):
+            try:
+                message = self._news.get(timeout=self._lease_s / LOOKS)
+            except queue.Empty:
+                continue
+            if message is None:
+                return
             try:
                 self._channel.send(message, timeout=self._lease_s)
             except NodeError:
                 self._session.end()
                 return
+        self._end_of_one_that_stands_still()
+
+    def _end_of_one_that_stands_still(self) -> None:
+        logger.warning(
+            "ssdkv node: %s did not copy what it has loaded within %g s: its session ends",
+            self._session.peer,
+            self._lease_s,
+        )
+        self._session.end()
 
     # ---- loads ----
 
@@ -238,7 +257,7 @@ class WorkerLink:
             message.behind,
             message.compared,
         )
-        if self._channel.is_unix and not self._loads and (blocks != 0).any():
+        if self._channel.is_unix and not self._loads and not job.compared and blocks.any():
             frames = self._at_hand.begin(call_id, job)
             if frames is not None:
                 self._tell_at_hand(frames, job, call_id)
@@ -248,21 +267,20 @@ class WorkerLink:
         self._loader.load(job)
 
     def _tell_at_hand(self, frames: NDArray[np.int32], job: LoadJob, call_id: int) -> None:
-        """Tell where all blocks of a load are."""
+        """Tell where all blocks of a load are, and how it ends when they are copied."""
         wanted = job.block_ids != 0
         frames = frames[job.first_in_hbm :][wanted]
         places = self._host.store.frames.buffer_offset(frames).astype(np.int64)
-        message = Arrived(0, pack(job.block_ids[wanted]), pack(places))
+        ended = _ended(self._at_hand.outcome(job))
+        message = Arrived(0, pack(job.block_ids[wanted]), pack(places), ended)
         self._channel.send(message, call_id=call_id, timeout=self._lease_s)
         self._counters.add("node_bytes", len(frames) * self._frame_bytes, direction="loaded")
 
     def _was_copied(self, message: Copied, call_id: int) -> None:
         """A worker has copied what had arrived."""
-        found = self._at_hand.end(call_id)
-        if found is not None:
-            job, outcome = found
+        job = self._at_hand.end(call_id)
+        if job is not None:
             self._store.end_load(job.slots, ())
-            self._send_end(outcome, call_id)
             return
         with self._wake:
             if self._loads and self._loads[0][0] == call_id:
@@ -305,12 +323,7 @@ class WorkerLink:
             told = self._wake.wait_for(lambda: self._over or self._copied > number, self._lease_s)
             if told:
                 return not self._over
-        logger.warning(
-            "ssdkv node: %s did not copy what it has loaded within %g s: its session ends",
-            self._session.peer,
-            self._lease_s,
-        )
-        self._session.end()
+        self._end_of_one_that_stands_still()
         return False
 
     def _load_ended(self, outcome: LoadOutcome) -> None:
@@ -329,22 +342,8 @@ class WorkerLink:
 
     def _send_end(self, outcome: LoadOutcome, call_id: int) -> None:
         """Tell the end of a load."""
-        copied = outcome.copy is not None and outcome.complete
-        bad = np.array(outcome.bad, dtype=np.int64).reshape(-1, 2)
-        message = LoadEnded(
-            outcome.complete,
-            pack(bad[:, 0]),
-            pack(bad[:, 1]),
-            outcome.tokens_from_dram,
-            outcome.tokens_from_ssd,
-            outcome.hit_tokens_from_dram,
-            outcome.hit_tokens_from_ssd,
-            outcome.queued_s,
-            outcome.dram_s,
-            outcome.ssd_s,
-            copied,
-        )
-        payload = [] if outcome.copy is None or not copied else [outcome.copy[2].data]
+        message = _ended(outcome)
+        payload = [outcome.copy[2].data] if outcome.copy is not None and message.copied else []
         self._channel.send(message, payload, call_id=call_id, timeout=self._lease_s)
 
     # ---- the end ----
@@ -368,6 +367,24 @@ class WorkerLink:
         self._region_bytes = np.zeros(0, dtype=np.uint8)
         if self._region is not None:
             self._region.close()
+
+
+def _ended(outcome: LoadOutcome) -> LoadEnded:
+    """Message of the end of a load."""
+    bad = np.array(outcome.bad, dtype=np.int64).reshape(-1, 2)
+    return LoadEnded(
+        outcome.complete,
+        pack(bad[:, 0]),
+        pack(bad[:, 1]),
+        outcome.tokens_from_dram,
+        outcome.tokens_from_ssd,
+        outcome.hit_tokens_from_dram,
+        outcome.hit_tokens_from_ssd,
+        outcome.queued_s,
+        outcome.dram_s,
+        outcome.ssd_s,
+        outcome.copy is not None and outcome.complete,
+    )
 
 
 def _check_lengths(*arrays: NDArray[np.generic]) -> None:
