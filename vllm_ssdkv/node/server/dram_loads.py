@@ -14,9 +14,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ssdkv.node.protocol.messages import LoadEnded
 from vllm_ssdkv.node.server.hosted_rank import HostedRank
 from vllm_ssdkv.store.cache.frames import NO_FRAME
-from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
+from vllm_ssdkv.store.read.load_job import LoadJob
 
 MOST: Final = 64
 """Loads of a session at a time; others go through the loader, which has one at a time."""
@@ -65,13 +66,12 @@ class DramLoads:
             self._begun[call_id] = _Begun(job, frames, time.monotonic())
         return frames
 
-    def outcome(self, job: LoadJob) -> LoadOutcome:
-        """Outcome of a load that has begun, once it is copied."""
-        every = np.arange(len(job.slots), dtype=np.int64)
-        outcome = LoadOutcome(job.request_id)
-        outcome.tokens_from_dram = len(every) * self._block_tokens
-        outcome.hit_tokens_from_dram = job.tokens_of(every, self._block_tokens)
-        return outcome
+    def ended(self, job: LoadJob) -> LoadEnded:
+        """End of a load that has begun, once it is copied."""
+        blocks = len(job.slots)
+        hit = (blocks if job.chain is None else min(job.chain, blocks)) + job.behind
+        tokens = blocks * self._block_tokens
+        return LoadEnded(True, b"", b"", tokens, 0, hit * self._block_tokens)
 
     def end(self, call_id: int) -> LoadJob | None:
         """The worker has copied everything; None: no such load has begun."""

@@ -110,10 +110,10 @@ class WorkerLink:
             self._channel.grant(self._transfer)
         while True:
             frame = self._channel.receive(None)
-            count(type(frame.message).__name__)
             try:
                 self._handle(frame)
             finally:
+                count(type(frame.message).__name__)
                 for descriptor in frame.descriptors:
                     os.close(descriptor)
 
@@ -271,7 +271,7 @@ class WorkerLink:
         wanted = job.block_ids != 0
         frames = frames[job.first_in_hbm :][wanted]
         places = self._host.store.frames.buffer_offset(frames).astype(np.int64)
-        ended = _ended(self._at_hand.outcome(job))
+        ended = self._at_hand.ended(job)
         message = Arrived(0, pack(job.block_ids[wanted]), pack(places), ended)
         self._channel.send(message, call_id=call_id, timeout=self._lease_s)
         self._counters.add("node_bytes", len(frames) * self._frame_bytes, direction="loaded")
@@ -342,8 +342,22 @@ class WorkerLink:
 
     def _send_end(self, outcome: LoadOutcome, call_id: int) -> None:
         """Tell the end of a load."""
-        message = _ended(outcome)
-        payload = [outcome.copy[2].data] if outcome.copy is not None and message.copied else []
+        copied = outcome.copy is not None and outcome.complete
+        bad = np.array(outcome.bad, dtype=np.int64).reshape(-1, 2)
+        message = LoadEnded(
+            outcome.complete,
+            pack(bad[:, 0]),
+            pack(bad[:, 1]),
+            outcome.tokens_from_dram,
+            outcome.tokens_from_ssd,
+            outcome.hit_tokens_from_dram,
+            outcome.hit_tokens_from_ssd,
+            outcome.queued_s,
+            outcome.dram_s,
+            outcome.ssd_s,
+            copied,
+        )
+        payload = [] if outcome.copy is None or not copied else [outcome.copy[2].data]
         self._channel.send(message, payload, call_id=call_id, timeout=self._lease_s)
 
     # ---- the end ----
@@ -367,24 +381,6 @@ class WorkerLink:
         self._region_bytes = np.zeros(0, dtype=np.uint8)
         if self._region is not None:
             self._region.close()
-
-
-def _ended(outcome: LoadOutcome) -> LoadEnded:
-    """Message of the end of a load."""
-    bad = np.array(outcome.bad, dtype=np.int64).reshape(-1, 2)
-    return LoadEnded(
-        outcome.complete,
-        pack(bad[:, 0]),
-        pack(bad[:, 1]),
-        outcome.tokens_from_dram,
-        outcome.tokens_from_ssd,
-        outcome.hit_tokens_from_dram,
-        outcome.hit_tokens_from_ssd,
-        outcome.queued_s,
-        outcome.dram_s,
-        outcome.ssd_s,
-        outcome.copy is not None and outcome.complete,
-    )
 
 
 def _check_lengths(*arrays: NDArray[np.generic]) -> None:
