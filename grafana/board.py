@@ -19,7 +19,7 @@ EVERYTHING: Final = {
     "node": ".*",
 }
 """Grafana's variables, and what each of them is when everything is chosen. Stores of nodes have no
-engine: they are not counted among those of engines, which show the slots of their node too."""
+engine: what both show, such as `slots_stored`, is of the engines where only those are asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from vllm_ssdkv.grafana.panels import (
     rate,
     row,
     share,
+    stored,
     theirs,
     total,
     with_engine_choice,
@@ -28,8 +29,8 @@ _LOADED = rate(theirs("external_prefix_cache_hits_total"))
 _COMPUTED = rate(ours("hit_tokens_computed_total"))
 _HIT_RATE = share(f"({_LOADED} + {_COMPUTED})", _ASKED)
 _FULL = share(
-    f"({total(ours('slots'))} - {total(ours('slots_free'))})",
-    total(ours("slots")),
+    f"({total(stored('slots'))} - {total(stored('slots_free'))})",
+    total(stored("slots")),
 )
 
 
@@ -154,23 +155,23 @@ def _requests(board: Dashboard) -> None:
 
 def _tiers(board: Dashboard) -> None:
     board.with_row(row("Where KV is"))
-    frames = total(ours("dram_frames"))
+    frames = total(stored("dram_frames"))
     for panel in (
         graph(
             "Memory tiers in use",
             "HBM as vLLM counts it; DRAM frames that hold data, and those not yet on an SSD.",
             "percentunit",
             (f"avg({theirs('kv_cache_usage_perc')})", "HBM"),
-            (share(total(ours("dram_frames_used")), frames), "DRAM"),
-            (share(total(ours("dram_frames_dirty")), frames), "DRAM, not yet written"),
+            (share(total(stored("dram_frames_used")), frames), "DRAM"),
+            (share(total(stored("dram_frames_dirty")), frames), "DRAM, not yet written"),
         ),
         graph(
             "Slots",
-            "Slots of the SSDs. Pinned ones belong to requests that run.",
+            "Slots of the SSDs, of engines and of nodes. Pinned ones belong to requests that run.",
             "none",
-            (total(ours("slots_ready")), "ready"),
-            (total(ours("slots_free")), "free"),
-            (total(ours("slots_pinned")), "pinned"),
+            (total(stored("slots_ready")), "ready"),
+            (total(stored("slots_free")), "free"),
+            (total(stored("slots_pinned")), "pinned"),
         ),
         graph(
             "Slots stored and evicted",

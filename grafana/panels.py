@@ -28,6 +28,9 @@ from vllm_ssdkv.grafana.board import EVERYTHING
 OURS: Final = "vllm:ssdkv_"
 ENGINE: Final = 'model_name=~"$model_name",engine=~"$engine"'
 """Chooses the engines. Every panel's series are of these."""
+STORE: Final = 'model_name=~"$model_name",engine=~"$engine|"'
+"""Chooses the stores: those of the engines, and those of nodes for their models. An engine of a
+node has none, and a store of a node has no engine."""
 DEVICE: Final = f'{ENGINE},device=~"$device"'
 EACH_DEVICE: Final = ("instance", "engine", "device")
 """Labels that tell devices apart: two servers, or two machines of one, may have the same paths."""
@@ -37,8 +40,8 @@ SERVER: Final = 'instance=~"$instance"'
 NODE: Final = 'instance=~"$node"'
 """Chooses the nodes, by the addresses of their metrics."""
 NODE_STORE: Final = f'{NODE},store!=""'
-"""Chooses the stores of these nodes. Engines show theirs under the same names, without the label
-``store``."""
+"""Chooses the stores of these nodes. Engines with a store of their own show it under the same
+names, without the label ``store``."""
 
 Query: TypeAlias = tuple[str, str]
 """A PromQL expression and the legend of its series."""
@@ -61,6 +64,11 @@ _HEIGHT: Final = 7
 def ours(name: str, *more: str) -> str:
     """Selector of one of our metrics, for the chosen engines."""
     return f"{OURS}{name}{{{','.join([ENGINE, *more])}}}"
+
+
+def stored(name: str, *more: str) -> str:
+    """Selector of one of our metrics, for the stores of the chosen engines and of their nodes."""
+    return f"{OURS}{name}{{{','.join([STORE, *more])}}}"
 
 
 def of_device(name: str, *more: str) -> str:

@@ -16,7 +16,12 @@ from vllm_ssdkv.grafana.write import dashboards
 
 ALL_METRICS = (*METRICS, *BATCH_METRICS, *NODE_SERVER_METRICS)
 ENGINES = 'engine=~"$engine"'
-CHOICES = {"batch": ['instance=~"$instance"'], "nodes": [ENGINES, 'instance=~"$node"']}
+STORES = 'engine=~"$engine|"'
+CHOICES = {
+    "batch": ['instance=~"$instance"'],
+    "nodes": [ENGINES, 'instance=~"$node"'],
+    "overview": [ENGINES, STORES],
+}
 """Labels by which one chooses whose series a panel shows."""
 
 
@@ -51,7 +56,7 @@ def test_panels_name_declared_metrics_and_explain_themselves(name: str) -> None:
     choices = CHOICES.get(name, [ENGINES])
     plain = json.loads((GRAFANA / "dashboards" / f"{name}.json").read_text())
     variables = {one["name"] for one in plain["templating"]["list"]}
-    assert {choice.partition("$")[2].rstrip('"') for choice in choices} <= variables
+    assert {choice.partition("$")[2].rstrip('|"') for choice in choices} <= variables
     panels = [panel for panel in plain["panels"] if panel["type"] != "row"]
     assert len(panels) > 10
     for panel in panels:

@@ -82,7 +82,14 @@ def test_series_have_the_labels_that_they_are_added_up_by() -> None:
 
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"nodes"}))
-def test_the_other_dashboards_do_not_count_stores_of_nodes(name: str) -> None:
-    """Engines show the slots of their node: counted at the node too, they would be twice there."""
-    found = [one for selector in selectors(name) for one in selected(selector)]
-    assert {instance for instance, _ in found} <= {"vllm:8000"}
+def test_the_other_dashboards_count_stores_of_nodes_once(name: str) -> None:
+    """The overview, in what only their owner shows; a metric of both is of the engines there."""
+    shown: dict[str, set[str]] = {}
+    for selector in selectors(name):
+        whole = 'engine=~".+|"' in selector
+        for instance, _ in selected(selector):
+            assert instance == "vllm:8000" or whole, selector
+            shown.setdefault(selector, set()).add(instance)
+    assert all(len(instances) == 1 for instances in shown.values())
+    of_nodes = [selector for selector, instances in shown.items() if "node:9400" in instances]
+    assert len(of_nodes) == (7 if name == "overview" else 0)

@@ -193,6 +193,51 @@ def test_claims_of_an_engine_that_dies_are_free_again(
     assert sum(session.pins for session in status.sessions) == len(keys)
 
 
+def test_a_reset_is_of_one_engine(engines: Callable[..., Engine]) -> None:
+    first, second = engines(), engines()
+    keys, others = new_keys(4), new_keys(2)
+    second.save(second.claim(keys), keys)
+    assert (first.find(keys), first.index.last(keys, 0, 4, [0])) == (4, 4)
+    RemotePlacement(first.index).forget_stored()
+    assert (first.find(keys), first.index.last(keys, 0, 4, [0])) == (0, 0)
+    assert (second.find(keys), second.index.last(keys, 0, 4, [0])) == (4, 4)
+    second.save(second.claim(others), others)
+    assert first.find(others) == 2, "what is stored from then on it finds"
+    assert first.claim(others).tolist() == [TAKEN] * 2
+    old = second.index.lookup(keys).tolist()
+    new = first.claim(keys[:2])
+    assert (new >= 0).all()
+    first.save(new, keys[:2])
+    assert first.find(keys) == first.index.last(keys, 0, 4, [0]) == 2
+    assert second.find(keys) == 4
+    assert second.index.lookup(keys).tolist() == [*new.tolist(), *old[2:]]
+    assert second.load(keys).complete
+    assert [second.hbm[i + 1][:32] for i in range(4)] == keys
+
+
+def test_a_reset_holds_in_later_sessions(engines: Callable[..., Engine]) -> None:
+    engine = engines()
+    keys = new_keys(2)
+    RemotePlacement(engine.index).forget_stored()
+    engine.save(engine.claim(keys), keys)
+    assert engine.find(keys) == 2
+    session = engine.link.session
+    assert session is not None
+    session.end()
+    until(lambda: engine.link.session is not None)
+    assert engine.find(keys) == 0
+
+
+def test_a_request_does_not_wait_for_what_it_may_not_find(engines: Callable[..., Engine]) -> None:
+    first, second = engines(), engines()
+    keys = new_keys(2)
+    slots = first.claim(keys)
+    RemotePlacement(second.index).forget_stored()
+    assert not second.index.awaits("a", keys, unknown)
+    assert first.index.awaits("b", keys, unknown), "others do"
+    first.save(slots, keys)
+
+
 def test_a_stale_slot_is_not_loaded(engines: Callable[..., Engine]) -> None:
     engine = engines()
     keys = new_keys(2)

@@ -94,7 +94,7 @@ class BlockIndex(Protocol):
         """Never find these slots again."""
 
     def gauges(self) -> dict[str, int]:
-        """Numbers of slots by state, and of the journal."""
+        """Numbers of slots by state, and of the journal; empty: the store's owner tells them."""
 
     def close(self) -> bool:
         """End; False on error."""

@@ -34,7 +34,7 @@ class CountedIndex(Protocol):
         """Events since the start, by name."""
 
     def gauges(self) -> dict[str, int]:
-        """Numbers of slots by state, and of the journal."""
+        """Numbers of slots by state, and of the journal; empty: the store's owner tells them."""
 
 
 class GrowingPlacement(Protocol):
@@ -56,15 +56,20 @@ class IndexMetrics:
 
     def update(self) -> None:
         """Bring the metrics up to date."""
-        gauges, to_come = self._index.gauges(), self._placement.slots_to_come
+        gauges = self._index.gauges()
+        if gauges:
+            self._tell_slots(gauges)
+        counts = self._index.counters
+        for metric, count, labels in _COUNTERS:
+            total = counts.get(count, 0)
+            self._counters.add(metric, total - self._told.get(count, 0), **labels)
+            self._told[count] = total
+
+    def _tell_slots(self, gauges: dict[str, int]) -> None:
+        to_come = self._placement.slots_to_come
         # Not every number has a slot: some are spare, for segments that will be striped anew.
         gauges["free"] += to_come
         self._counters.set("slots", float(self._index.num_slots - gauges["lost"] + to_come))
         for name in _GAUGES:
             self._counters.set(f"slots_{name}", float(gauges[name]))
         self._counters.set("journal_bytes", float(gauges["journal_bytes"]))
-        counts = self._index.counters
-        for metric, count, labels in _COUNTERS:
-            total = counts.get(count, 0)
-            self._counters.add(metric, total - self._told.get(count, 0), **labels)
-            self._told[count] = total

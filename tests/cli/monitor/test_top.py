@@ -140,8 +140,11 @@ def test_names_from_the_server_are_no_markup() -> None:
 
 def test_an_engine_says_whether_its_node_answers() -> None:
     assert "node" not in shown(sample())
+    assert "slots" in shown(sample())
     for answers, text in ((True, "node      answers"), (False, "node      DOES NOT ANSWER")):
-        assert text in shown(dataclasses.replace(sample(), node_answers=answers))
+        found = shown(dataclasses.replace(sample(), node_answers=answers))
+        assert text in found
+        assert "slots" not in found, "how full it is, the node shows"
 
 
 def test_without_failures_it_says_so() -> None:

@@ -66,6 +66,8 @@ class ScriptedNode:
         self.slots = SLOTS
         self.connections: list[Connection] = []
         self.told: list[Message] = []
+        self.looks = 0
+        """Questions for its numbers, which are not in :attr:`told`."""
         self.arena_fd = make_shared("arena", FRAME * FRAMES)
         mapping = map_shared(self.arena_fd, FRAME * FRAMES, writable=True)
         self.arena: NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
@@ -145,6 +147,7 @@ class ScriptedNode:
             return
         answer: Message | None
         if isinstance(message, AskGauges):
+            self.looks += 1
             answer = Gauges({"ready": 1, "free": 2}, {})
         elif isinstance(message, TellWeights):
             answer = Done()

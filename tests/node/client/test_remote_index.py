@@ -19,7 +19,9 @@ from vllm_ssdkv.node.protocol.channel import Frame
 from vllm_ssdkv.node.protocol.messages import (
     Claim,
     Claimed,
+    Done,
     Drop,
+    ForgetAll,
     Last,
     Leave,
     Lookup,
@@ -34,6 +36,7 @@ from vllm_ssdkv.node.protocol.messages import (
     unpack_keys,
 )
 from vllm_ssdkv.store.index.slot_index import FULL, TAKEN, SlotState
+from vllm_ssdkv.store.index_metrics import IndexMetrics
 
 KEYS = [bytes([i]) * 32 for i in range(6)]
 STORED = {KEYS[0]: (3, 30), KEYS[1]: (4, 40)}
@@ -60,6 +63,8 @@ def answers(connection: Connection, message: Message, frame: Frame) -> Message |
             ]
             slots, epochs = zip(*of, strict=True)
             return Claimed(pack(slots), pack(epochs))
+        case ForgetAll():
+            return Done()
         case _:
             return None
 
@@ -248,6 +253,45 @@ def test_a_request_waits_for_what_others_compute(
     until(lambda: Leave(2) in node.told)
 
 
-def test_numbers_come_once_a_second(index: RemoteIndex) -> None:
-    until(lambda: index.gauges()["free"] == 2)
+def test_numbers_of_the_store_are_the_nodes_to_tell(index: RemoteIndex, counters: Counters) -> None:
+    IndexMetrics(index, RemotePlacement(index), counters).update()
+    assert not [name for name in counters.take_gauges() if "slots" in name or "journal" in name]
+    assert counters.total("slots_stored") == 0
+    index.durable(np.array([3, 4]))
+    IndexMetrics(index, RemotePlacement(index), counters).update()
+    assert counters.total("slots_stored") == 2
     assert index.num_slots == SLOTS
+
+
+def test_a_node_that_is_gone_is_noticed_by_an_idle_engine(
+    node: ScriptedNode, index: RemoteIndex, counters: Counters
+) -> None:
+    until(lambda: node.looks)
+    node.kill()
+    until(lambda: counters.total("node_sessions_lost") == 1)
+
+
+def test_a_reset_is_told_to_each_later_session_first(
+    node: ScriptedNode, index: RemoteIndex, counters: Counters
+) -> None:
+    assert index.lookup(KEYS[:1]).tolist() == [3]
+    RemotePlacement(index).forget_stored()
+    assert index.find(KEYS[0]) is None, "what was found is forgotten, too"
+    assert len(of_kind(node, ForgetAll)) == 1
+    node.kill()
+    until(lambda: counters.total("node_sessions_lost") == 1)
+    node.told.clear()
+    node.start()
+    until(lambda: len(index.lookup(KEYS[:1])))
+    assert [type(message) for message in node.told[:2]] == [ForgetAll, Lookup]
+
+
+def test_a_session_that_cannot_be_told_of_a_reset_is_not_used(
+    node: ScriptedNode, index: RemoteIndex
+) -> None:
+    node.script = lambda connection, message, frame: (
+        Touch(b"") if isinstance(message, ForgetAll) else answers(connection, message, frame)
+    )
+    RemotePlacement(index).forget_stored()
+    assert index.lookup(KEYS[:1]).tolist() == []
+    assert of_kind(node, Lookup) == []

@@ -46,6 +46,8 @@ class Script:
         self.blocks: list[int] | None = None
         """Blocks that come of a load, in place of those that were asked for."""
         self.complete = True
+        self.at_once = False
+        """The end of a load comes with its blocks."""
         self.loads: list[Load] = []
         self.copied: list[int] = []
 
@@ -65,9 +67,13 @@ class Script:
                 offsets = np.arange(len(blocks)) * FRAME
                 for at, block in zip(offsets.tolist(), blocks, strict=True):
                     connection.node.arena[at : at + FRAME] = block
-                connection.push(Arrived(0, pack(blocks), pack(offsets)), frame.call_id)
+                ended = LoadEnded(self.complete, NONE, NONE, 16) if self.at_once else None
+                arrived = Arrived(0, pack(blocks), pack(offsets), ended)
+                connection.push(arrived, frame.call_id)
             case Copied(part):
                 self.copied.append(part)
+                if self.at_once:
+                    return None
                 copied = self.loads[-1].compared
                 ended = LoadEnded(self.complete, NONE, NONE, 16, copied=copied)
                 connection.push(ended, frame.call_id, [bytes([77]) * FRAME] if copied else [])
@@ -175,7 +181,7 @@ def test_blocks_go_through_the_region(engine: Engine, script: Script) -> None:
         assert engine.written(4) == (slots, [])
         assert all(script.saved[slot] == bytes([slot]) * FRAME for slot in slots)
     assert engine.store.open_frames == FRAMES
-    assert engine.store.frame_gauges() == {"dram_frames": FRAMES}
+    assert engine.store.frame_gauges() == {}, "the node tells of its frames"
 
 
 def test_what_the_node_does_not_keep_has_failed(engine: Engine, script: Script) -> None:
@@ -219,6 +225,45 @@ def test_a_hit_is_copied_from_the_nodes_memory(engine: Engine, script: Script) -
     assert outcome.tokens_from_dram == 16
     assert engine.hbm == {3: bytes([3]) * FRAME, 5: bytes([5]) * FRAME}
     assert script.copied == [0]
+
+
+def test_a_hit_may_end_with_its_blocks(engine: Engine, script: Script) -> None:
+    script.at_once = True
+    for block in (3, 4):
+        engine.load(block, 0)
+        outcome = engine.outcome()
+        assert outcome.complete
+        assert outcome.tokens_from_dram == 16
+        assert outcome.dram_s > 0, "the copy, which the node did not wait for"
+        assert engine.hbm[block] == bytes([block]) * FRAME
+    until(lambda: script.copied == [0, 0])
+
+
+def test_a_hit_that_ends_too_early_has_failed(engine: Engine, script: Script) -> None:
+    script.at_once = True
+    script.blocks = [3]
+    engine.load(3, 5)
+    assert not engine.outcome().complete
+    script.blocks, script.complete = None, False
+    engine.load(6)
+    assert not engine.outcome().complete
+    engine.breaks, script.complete = True, True
+    engine.load(7)
+    assert not engine.outcome().complete
+    until(lambda: len(script.copied) == 3)
+
+
+def test_a_load_that_is_over_brings_no_more_blocks(
+    engine: Engine, node: ScriptedNode, script: Script
+) -> None:
+    script.at_once = True
+    engine.load(3)
+    assert engine.outcome().complete
+    engine.hbm.clear()
+    (stream,) = (c for c in node.connections if c.hello.part == "bytes")
+    stream.push(Arrived(0, pack([3]), pack([0])), 1)
+    until(lambda: engine.counters.total("node_sessions_lost") == 1)
+    assert engine.hbm == {}
 
 
 def test_a_block_to_compare_comes_with_the_end(engine: Engine) -> None:

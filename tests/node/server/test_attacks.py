@@ -24,6 +24,7 @@ from vllm_ssdkv.base.errors import NodeError, NodeRefusedError
 from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.frames import Control, Flag, Header
 from vllm_ssdkv.node.protocol.messages import (
+    Arrived,
     AskGauges,
     Bind,
     Claim,
@@ -47,6 +48,7 @@ from vllm_ssdkv.node.protocol.messages import (
     unpack,
 )
 from vllm_ssdkv.node.protocol.shared_memory import make_shared
+from vllm_ssdkv.node.server.dram_loads import MOST
 
 SOAKED = "SSDKV_SOAK_NODE_S" in os.environ
 LEASE_S = 2.0
@@ -444,6 +446,48 @@ def test_loads_without_end_are_refused(node: NodeProcess) -> None:
         # As too many, or, on a slow machine before that, because it copies nothing.
         _end(attacker)
     assert "loads wait" in node.log() or "did not copy" in node.log()
+    assert served(node)
+
+
+def _stored(scheduler: Attacker, attacker: Attacker, number: int) -> Load:
+    """Save a block; the message that loads it."""
+    claimed = scheduler.call(Claim(keys(number, 1))).message
+    assert isinstance(claimed, Claimed)
+    _share_region(attacker, 1 << 20)
+    saved = attacker.tell(Save(claimed.slots, claimed.epochs, keys(number, 1), pack([0])))
+    assert isinstance(saved.message, Taken)
+    return Load("r", claimed.slots, claimed.epochs, keys(number, 1), pack([1]), 1)
+
+
+def test_frames_are_lent_to_so_many_loads_only(node: NodeProcess) -> None:
+    """The others go through the loader, which does not say how a load ends before it has."""
+    address = Address.parse(node.address)
+    with Attacker(address, "scheduler") as scheduler, Attacker(address, "worker") as attacker:
+        load = _stored(scheduler, attacker, 910)
+        assert attacker.bytes is not None
+        for number in range(10, 10 + MOST + 2):
+            attacker.bytes.send(load, call_id=number, timeout=WAIT_S)
+        at_once = 0
+        while at_once <= MOST:
+            message = attacker.bytes.receive(WAIT_S).message
+            if isinstance(message, Arrived):
+                if message.ended is None:
+                    break
+                at_once += 1
+        assert at_once == MOST
+
+
+def test_frames_that_are_never_copied_end_the_session(node: NodeProcess) -> None:
+    address = Address.parse(node.address)
+    with Attacker(address, "scheduler") as scheduler, Attacker(address, "worker") as attacker:
+        load = _stored(scheduler, attacker, 920)
+        arrived = attacker.tell(load).message
+        assert isinstance(arrived, Arrived)
+        assert arrived.ended is not None
+        begun = time.monotonic()
+        _end(attacker)
+        assert time.monotonic() - begun > LEASE_S / 2
+    assert "did not copy" in node.log()
     assert served(node)
 
 

@@ -47,7 +47,6 @@ def screen(sample: Sample | NodeSample, problem: str = "") -> Group:
 
 def _server(sample: Sample) -> Table:
     per_second = sample.restored_tokens_per_s
-    used = sample.slots - sample.slots_free
     rows: list[tuple[str, str | Text]] = [
         ("requests", f"{sample.requests_running} running, {sample.requests_waiting} waiting"),
         (
@@ -67,6 +66,21 @@ def _server(sample: Sample) -> Table:
                 for tier, count in sample.restored_tokens.items()
             ),
         ),
+    ]
+    if sample.node_answers is None:  # a node shows its store itself
+        rows += _store(sample)
+    rows.append(("HBM", percent(sample.hbm_used)))
+    if any(sample.context_pages_per_s.values()):
+        pages = sample.context_pages_per_s.items()
+        rows.append(("context", ", ".join(f"{tier} {n:,.0f} pages/s" for tier, n in pages)))
+    if sample.node_answers is not None:
+        rows.append(("node", "answers" if sample.node_answers else Text("DOES NOT ANSWER", BAD)))
+    return named_rows(rows)
+
+
+def _store(sample: Sample) -> list[tuple[str, str | Text]]:
+    used = sample.slots - sample.slots_free
+    return [
         (
             "slots",
             f"{percent(share_of(used, sample.slots))} of {sample.slots:,}: "
@@ -78,14 +92,7 @@ def _server(sample: Sample) -> Table:
             f"{percent(share_of(sample.dram_frames_used, sample.dram_frames))} of "
             f"{sample.dram_frames:,} frames, {sample.dram_frames_dirty:,} not yet written",
         ),
-        ("HBM", percent(sample.hbm_used)),
     ]
-    if any(sample.context_pages_per_s.values()):
-        pages = sample.context_pages_per_s.items()
-        rows.append(("context", ", ".join(f"{tier} {n:,.0f} pages/s" for tier, n in pages)))
-    if sample.node_answers is not None:
-        rows.append(("node", "answers" if sample.node_answers else Text("DOES NOT ANSWER", BAD)))
-    return named_rows(rows)
 
 
 def _counted(count: int, name: str) -> str:

@@ -5,6 +5,7 @@ Satisfies the protocols ``BlockIndex`` and ``SlotPlacement`` of the connector.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import Counter
@@ -26,7 +27,9 @@ from vllm_ssdkv.node.protocol.messages import (
     Bound,
     Claim,
     Claimed,
+    Done,
     Drop,
+    ForgetAll,
     Gauges,
     Last,
     Leave,
@@ -50,17 +53,9 @@ logger = logging.getLogger(__name__)
 I64 = NDArray[np.int64]
 
 LOOK_S: Final = 1.0
-"""Pause between questions for the node's numbers, which notice that it is gone, in seconds."""
+"""Pause between questions that notice that the node is gone, in seconds."""
 
 _NO_SLOTS: Final = np.zeros(0, dtype=np.int64)
-_NO_GAUGES: Final = {
-    "ready": 0,
-    "free": 0,
-    "evictable": 0,
-    "pinned": 0,
-    "lost": 0,
-    "journal_bytes": 0,
-}
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -99,7 +94,8 @@ class RemoteIndex:
         """Keys that were not found since the last step."""
         self._chains = AwaitedChains()
         self._pins: Counter[int] = Counter()
-        self._gauges = dict(_NO_GAUGES)
+        self._forgets = False
+        """A reset was asked for: each session from then on shows nothing older than itself."""
         self._stopping = threading.Event()
         self._watch = threading.Thread(target=self._look, name="ssdkv-node-watch", daemon=True)
         self._watch.start()
@@ -115,6 +111,8 @@ class RemoteIndex:
             self._live[:] = False
             self._pins.clear()
             self._session = session
+            if self._forgets:
+                self._have_forgotten(session)
             if session is not None and session.welcome.num_slots > self.num_slots:
                 logger.warning(
                     "ssdkv: the store of node %s has more slots than when this engine started; "
@@ -122,6 +120,16 @@ class RemoteIndex:
                     self._link.peer.address,
                 )
         return session
+
+    def _have_forgotten(self, session: Session | None) -> None:
+        """Have the node show a session nothing older; one that cannot be told is not used."""
+        if session is None:
+            return
+        try:
+            session.call(ForgetAll(), Done)
+        except NodeError:
+            self._metrics.add("node_call_failures", 1)
+            session.end()
 
     def _call(self, message: Message, answer: type[Answer]) -> Answer | None:
         """Call the node; None: it is gone, or does not answer."""
@@ -144,17 +152,12 @@ class RemoteIndex:
             session.tell(message)
 
     def _look(self) -> None:
-        """Ask for the node's numbers now and then, in a thread."""
+        """Notice in a thread that the node is gone: who asks nothing would not."""
         while not self._stopping.wait(LOOK_S):
             session = self._link.session
-            if session is None:
-                self._gauges = dict(_NO_GAUGES)
-                continue
-            try:
-                told = session.call(AskGauges(), Gauges)
-            except NodeError:
-                continue  # the link says so
-            self._gauges = {**_NO_GAUGES, **told.gauges}
+            if session is not None:
+                with contextlib.suppress(NodeError):  # the link says so
+                    session.call(AskGauges(), Gauges)
 
     def bind(self, patience_s: float) -> list[bytes]:
         """Digest of each rank's weights, as the ranks have told the node.
@@ -352,8 +355,17 @@ class RemoteIndex:
             self._tell(Drop(pack(part), pack(self._epochs[part]), "engine"))
 
     def gauges(self) -> dict[str, int]:
-        """Numbers of the node's store, a second old at most."""
-        return dict(self._gauges)
+        """None: the node tells them itself, once for all engines."""
+        return {}
+
+    def forget_all(self) -> None:
+        """Find nothing any more that is stored now, also in later sessions. One round trip."""
+        self._found.clear()
+        self._names.clear()
+        self._absent.clear()
+        session = self._current()
+        self._forgets = True
+        self._have_forgotten(session)
 
     def step(self) -> None:
         """A step begins: what was found before it is asked for again."""
@@ -399,10 +411,11 @@ class RemotePlacement:
         return None
 
     def forget_stored(self) -> None:
-        """Say that the cache of a node is not reset by one of its engines."""
-        logger.warning(
-            "ssdkv: the store of a node is shared, and is not reset; blocks of other weights or "
-            "settings are not found in any case"
+        """Have this engine find nothing older than now; the store is not emptied."""
+        self._index.forget_all()
+        logger.info(
+            "ssdkv: this engine finds nothing any more that its node has stored so far; other "
+            "engines go on to find it"
         )
 
     def close(self) -> bool:

@@ -480,8 +480,8 @@ class RemoteStore:
         """Nothing: see :meth:`take_scrubbed`."""
 
     def frame_gauges(self) -> dict[str, int]:
-        """Frames of the node; which of them are in use its own metrics say."""
-        return {"dram_frames": self.open_frames}
+        """None: the frames are the node's, which tells of them itself."""
+        return {}
 
     # ---- the thread that receives ----
 

@@ -273,7 +273,10 @@ class Drop(Message, frozen=True):
 
 
 class ForgetAll(Message, frozen=True):
-    """Never find again what this store holds now; answered by :class:`Done`."""
+    """Show this session nothing any more that has a slot now; answered by :class:`Done`.
+
+    Other sessions go on. A block that this one claims anew takes the place of the older one.
+    """
 
 
 class AskGauges(Message, frozen=True):

@@ -34,11 +34,20 @@ class Claim:
 
 
 class ClaimTable:
-    """Claims by slot and by key. Whoever calls holds the store's lock."""
+    """Claims by slot and by key, and in what generation a slot was claimed. Whoever calls holds the
+    store's lock.
+
+    Example:
+        claims = ClaimTable()
+        claims.add(Claim(slot, epoch, key, run))
+    """
 
     def __init__(self) -> None:
         self._by_slot: dict[int, Claim] = {}
         self._by_key: dict[bytes, Claim] = {}
+        self._generation = 0
+        self._generations: dict[int, int] = {}
+        """By slot, where it is not 0."""
 
     def __len__(self) -> int:
         """Number of claims."""
@@ -48,14 +57,25 @@ class ClaimTable:
         """All claims, of a moment."""
         return iter(list(self._by_slot.values()))
 
-    def has_key(self, key: bytes) -> bool:
-        """Check whether somebody stores a block with this key now."""
-        return key in self._by_key
+    def with_key(self, key: bytes) -> Claim | None:
+        """Claim of whoever stores a block with this key now."""
+        return self._by_key.get(key)
 
     def add(self, claim: Claim) -> None:
         """A slot was allocated."""
         self._by_slot[claim.slot] = claim
         self._by_key[claim.key] = claim
+        if self._generation:
+            self._generations[claim.slot] = self._generation
+
+    def begin_generation(self) -> int:
+        """Number of a new generation: slots that are claimed from now on are of it."""
+        self._generation += 1
+        return self._generation
+
+    def generation(self, slot: int) -> int:
+        """Generation in which the slot was claimed last; 0: the first one, or before this start."""
+        return self._generations.get(slot, 0)
 
     def find(self, slot: int, epoch: int) -> Claim | None:
         """Claim of a slot in this use of it."""

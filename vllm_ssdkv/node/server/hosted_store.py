@@ -157,10 +157,13 @@ class HostedStore:
 
     # ---- existence ----
 
-    def lookup(self, keys: Sequence[bytes]) -> tuple[I64, I64]:
-        """Slots of the longest prefix of ``keys`` that is stored, and their epochs."""
+    def lookup(self, lease: Lease, keys: Sequence[bytes]) -> tuple[I64, I64]:
+        """Slots of the longest prefix of ``keys`` that is there for a session, and their epochs."""
         with self._lock:
             slots = self._index.lookup(keys)
+            if lease.since:
+                there = [self._is_there(lease, slot) for slot in slots.tolist()]
+                slots = slots[: [*there, False].index(False)]
             return slots, self._index.epochs(slots)
 
     def lookup_chain(
@@ -172,10 +175,14 @@ class HostedStore:
         ``take_over``.
         """
         with self._lock:  # at one time: a block may be published meanwhile
-            slots, epochs = self.lookup(keys)
+            slots, epochs = self.lookup(lease, keys)
             missing, now = keys[len(slots) :], time.monotonic()
+
+            def claimed(key: bytes) -> bool:
+                claim = self._claims.with_key(key)
+                return claim is not None and self._is_there(lease, claim.slot)
+
             if not take_over:
-                claimed = self._claims.has_key
                 others = self._chains.expected(missing, lease, chain, claimed, now)
                 if others:
                     return slots, epochs, others
@@ -187,10 +194,23 @@ class HostedStore:
         with self._lock:
             self._chains.leave(lease, chain)
 
-    def last(self, keys: Sequence[bytes], first: int, end: int, tags: Sequence[int]) -> int:
+    def last(
+        self, lease: Lease, keys: Sequence[bytes], first: int, end: int, tags: Sequence[int]
+    ) -> int:
         """As :meth:`SlotIndex.last`; ``keys`` begin with that of number ``first``."""
         with self._lock:
-            return first + self._index.last(keys, 0, min(end - first, len(keys)), tags)
+            found = self._index.last(keys, 0, min(end - first, len(keys)), tags)
+            while lease.since and found and not self._all_there(lease, keys[found - 1], tags):
+                found = self._index.last(keys, 0, found - 1, tags)
+            return first + found
+
+    def _is_there(self, lease: Lease, slot: int) -> bool:
+        """Check whether a slot is not too old for a session."""
+        return self._claims.generation(slot) >= lease.since
+
+    def _all_there(self, lease: Lease, key: bytes, tags: Sequence[int]) -> bool:
+        slots = [self._index.find(key[:-1] + bytes([key[-1] ^ tag])) for tag in tags]
+        return all(slot is not None and self._is_there(lease, slot) for slot in slots)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark what is stored of a chain as just used."""
@@ -215,12 +235,17 @@ class HostedStore:
         return slots, epochs
 
     def _claim(self, lease: Lease, key: bytes, *, admitted: bool) -> int:
-        if self._claims.has_key(key) or self._index.find(key) is not None:
+        found = self._index.find(key)
+        if self._claims.with_key(key) is not None:
+            return TAKEN
+        if found is not None and self._is_there(lease, found):
             return TAKEN
         if not admitted:
             return NOT_ADMITTED
         if self._policy.used_up(len(self._claims)):
             return OVER_BUDGET
+        if found is not None:  # this session has computed it anew: from here on for everybody
+            self._drop([(found, self._index.epoch(found))], "engine")
         try:
             slot = int(self._index.allocate(1)[0])
         except StoreFullError:
@@ -313,13 +338,10 @@ class HostedStore:
             for rank in self.ranks:
                 rank.store.abandon(free)
 
-    def forget_all(self) -> None:
-        """Never find again what is stored now."""
+    def forget_all(self, lease: Lease) -> None:
+        """Show a session nothing any more that has a slot now. Other sessions go on."""
         with self._lock:
-            for claim in self._claims:
-                self._give_up(claim)
-            self._rebalancer.forget_stored()
-            self._pass_on_segments()
+            lease.since = self._claims.begin_generation()
 
     def gauges(self) -> tuple[dict[str, int], dict[str, int]]:
         """Gauges and counters of the index."""

@@ -11,14 +11,18 @@ from vllm_ssdkv.store.format.slot_geometry import I64
 class Lease:
     """Pins of one session, by slot and epoch. Whoever calls holds the store's lock.
 
+    Attributes:
+        run: Engine's run that it belongs to.
+        since: Blocks of an older generation are not there for this session.
+
     Example:
         lease = Lease("run 7")
         lease.add([(3, 1 << 32)])
     """
 
     def __init__(self, run: str):
-        """``run``: engine's run that it belongs to."""
         self.run = run
+        self.since = 0
         self._pins: collections.Counter[tuple[int, int]] = collections.Counter()
 
     def __len__(self) -> int:

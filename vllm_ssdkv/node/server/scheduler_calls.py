@@ -98,7 +98,7 @@ class SessionCalls:
                 self._lease, message.chain, keys, take_over=message.take_over
             )
         else:
-            slots, epochs = self._store.lookup(keys)
+            slots, epochs = self._store.lookup(self._lease, keys)
         return Slots(pack(slots), pack(epochs), expected)
 
     def _leave(self, message: Leave) -> None:
@@ -108,7 +108,8 @@ class SessionCalls:
         keys = unpack_keys(message.keys)
         if not 0 <= message.end - message.first <= len(keys):
             raise ValueError(f"{len(keys)} keys for {message.first} to {message.end}")
-        return Position(self._store.last(keys, message.first, message.end, message.tags))
+        first, end = message.first, message.end
+        return Position(self._store.last(self._lease, keys, first, end, message.tags))
 
     def _claim(self, message: Claim) -> Message:
         keys = unpack_keys(message.keys)
@@ -128,7 +129,7 @@ class SessionCalls:
         self._store.drop(*_pairs(message.slots, message.epochs), message.cause)
 
     def _forget_all(self, _message: ForgetAll) -> Message:
-        self._store.forget_all()
+        self._store.forget_all(self._lease)
         return Done()
 
     def _gauges(self, _message: AskGauges) -> Message:
