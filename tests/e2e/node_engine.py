@@ -75,6 +75,11 @@ class EngineProcess:
         self.order(metric=name)
         return float(self.result())
 
+    def reset(self) -> bool:
+        """Reset its caches, the store's part included, as ``/reset_prefix_cache`` can."""
+        self.order(reset=True)
+        return bool(self.result())
+
     def stop(self) -> None:
         """Stop it, as a machine that swaps does."""
         self.process.send_signal(signal.SIGSTOP)
@@ -99,6 +104,8 @@ def main() -> None:
                 # A step brings the numbers up to date.
                 engine.answers([[1] * 8], 1)
                 result: Any = engine.ssdkv(order["metric"])
+            elif "reset" in order:
+                result = engine.llm.reset_prefix_cache(reset_connector=True)
             else:
                 result = [(a.tokens, a.cached) for a in engine.answers(order["prompts"])]
                 engine.settle()

@@ -10,7 +10,8 @@ from vllm_ssdkv.node.server.hosted_rank import LentFrames
 
 @given(st.integers(0, 20), st.lists(st.integers(-3, 8)))
 def test_half_of_the_frames_may_be_lent(frames: int, steps: list[int]) -> None:
-    lent, out = LentFrames(lambda: frames), []
+    lent = LentFrames(lambda: frames)
+    out: list[int] = []
     for step in steps:
         if step < 0 and out:
             lent.give_back(out.pop())
