@@ -253,6 +253,7 @@ def make_plan(
         ConfigError: nothing is possible, or the wish is not: the last line names the bound that
             fails, and by how much.
     """
+    _check_positions(sizing)
     if wish.life_years is not None and not all(
         one.endurance_bytes for one in sizing.machine.drives
     ):
@@ -273,6 +274,18 @@ def make_plan(
         bought.append(Purchase(name, usd, most, gain, best.hit_ttft_s / most.hit_ttft_s))
     bought.sort(key=lambda one: (-round(one.gain, 3), -one.ttft_gain))
     return Plan(sizing, best, others, tuple(refused), tuple(bought))
+
+
+def _check_positions(sizing: Sizing) -> None:
+    """Raises ConfigError: the longest request has more tokens than the model has positions."""
+    most, longest = sizing.model.positions, sizing.workload.longest
+    if most is None or longest <= most.tokens:
+        return
+    raise ConfigError(
+        f"impossible: {most.field} of {sizing.model.name}: {most.tokens:,} tokens, the longest "
+        f"request has {longest:,} with its output, {longest - most.tokens:,} too many; ask for "
+        "shorter --prompt or --output, or take another model"
+    )
 
 
 def _preferred(found: Iterable[Forecast]) -> Forecast:
