@@ -160,7 +160,7 @@ class Plan:
             f"each of {len(machine.drives)} drives",
             f"reads {_size(best.read_bytes_per_s)}/s, is written {_size(per_day)} a day",
         )
-        life = "not known: endurance_bytes is not given"
+        life = "not known: give --endurance, or endurance_bytes of the machine"
         if best.life_years is not None:
             life = f"{best.life_years:.3g} years at this rate, day and night"
         table.add("life of the drives", life)
@@ -257,7 +257,10 @@ def make_plan(
     if wish.life_years is not None and not all(
         one.endurance_bytes for one in sizing.machine.drives
     ):
-        raise ConfigError("--want-life: endurance_bytes of the drives is not known; give it")
+        raise ConfigError(
+            "--want-life: how much the drives may be written is not known; give --endurance, or "
+            "endurance_bytes in --machine"
+        )
     ways = list(choices(sizing.workload.at_a_time, selectors, budget))
     found, refused = _possible(sizing, ways, wish)
     granting = [one for one in found if not any(wish.failing(one))]
