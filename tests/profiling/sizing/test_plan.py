@@ -127,7 +127,7 @@ def test_a_wish_for_life_needs_endurance() -> None:
     drives = tuple(one.model_copy(update={"endurance_bytes": None}) for one in machine().drives)
     unknown = replace(sizing(), machine=replace(machine(), drives=drives))
     assert make_plan(unknown, Wish()).best.life_years is None
-    with pytest.raises(ConfigError, match="--want-life: .* give --endurance"):
+    with pytest.raises(ConfigError, match=r"--want-life: .* give --endurance"):
         make_plan(unknown, Wish(life_years=1))
 
 
@@ -137,6 +137,14 @@ def test_what_keeps_more_from_running_is_told() -> None:
     (note,) = best.notes
     assert note.startswith(f"no more at a time: HBM for KV of {2 * best.choice.batch} requests: ")
     assert make_plan(sizing(4096, at_a_time=1), Wish()).best.notes == ()
+
+
+def test_less_room_than_a_step_chooses_is_told() -> None:
+    choice = Choice("page", "bounds", batch=4)
+    (note,) = sizing(100_000, dram=10 * GIB).forecast(choice).notes
+    assert note.startswith("DRAM keeps ")
+    assert "drives may be asked for more than is forecast" in note
+    assert sizing(100_000, dram=96 * GIB).forecast(choice).notes == ()
 
 
 def test_what_never_fits_names_the_nearest_bound() -> None:
