@@ -139,7 +139,8 @@ def _processor(free: float) -> GpuEntry:
 
 def _shortest(work: Callable[[], object]) -> float:
     """Seconds of the shortest round, of as many as :data:`_SECONDS` take, two at least."""
-    begin, found = time.perf_counter(), []
+    found: list[float] = []
+    begin = time.perf_counter()
     while len(found) < _LEAST_ROUNDS or time.perf_counter() - begin < _SECONDS:
         last = time.perf_counter()
         work()
