@@ -42,8 +42,35 @@ _PLAIN_MLP: Final = frozenset(
 """Types whose MLP has two matrices; that of others has three."""
 _ALL_HEADS: Final = frozenset({"opt", "bloom", "gpt2", "gpt_neox", "gptj", "gpt3"})
 """Types whose heads have K and V of their own, whatever ``num_key_value_heads`` says."""
+_LENGTHS: Final = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "max_target_positions",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
+"""Fields that bound the tokens of a sequence; vLLM takes the smallest."""
+_SCALED_LENGTHS: Final = frozenset(
+    {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"}
+)
+"""Kinds of scaled RoPE whose models name the length after scaling."""
 _HEADS_DIVIDE: Final = _ALL_HEADS - {"gpt3"} | {"qwen2", "stablelm", "jamba", "falcon"}
 """Types whose heads divide the hidden size, whatever ``head_dim`` says: vLLM does not read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Longest sequence of a model, its output included.
+
+    Attributes:
+        field: Of ``config.json``, which says it.
+    """
+
+    tokens: int
+    field: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +102,7 @@ class ModelShape:
         parameters: Weights in matrices, embeddings included.
         active: Of these, what one token goes through: not the other experts.
         vocabulary_parameters: Of these, embeddings and the last projection.
+        positions: None: the file does not say it.
     """
 
     name: str
@@ -87,6 +115,7 @@ class ModelShape:
     parameters: int
     active: int
     vocabulary_parameters: int
+    positions: Positions | None = None
 
     @classmethod
     def read(cls, path: Path, *, name: str | None = None) -> ModelShape:
@@ -181,7 +210,8 @@ class _Reader:
         kv_heads = self._kv_heads(heads)
         layers = tuple(self._layers(kv_heads, head_size))
         count = self._parameters(hidden, heads, kv_heads, head_size, layers)
-        return ModelShape(name, layers, hidden, heads, kv_heads, head_size, self._dtype(), *count)
+        sizes = (hidden, heads, kv_heads, head_size)
+        return ModelShape(name, layers, *sizes, self._dtype(), *count, self._positions())
 
     def whole(self, *names: str, default: int | None = None) -> int:
         """The first of these fields that is there, a whole number above 0."""
@@ -195,6 +225,33 @@ class _Reader:
         if default is None:
             raise ConfigError(f"{self._where}: {names[0]}: missing; give a whole number above 0")
         return default
+
+    def _positions(self) -> Positions | None:
+        """The bound that vLLM derives for ``--max-model-len``."""
+        fields = [name for name in _LENGTHS if self._config.get(name) is not None]
+        if self._config.get("model_max_length") is not None:
+            fields = ["model_max_length"]
+        found = [Positions(self.whole(name), name) for name in fields]
+        if not found:
+            return None
+        least = min(found, key=lambda one: one.tokens)
+        return Positions(int(least.tokens * self._rope_factor()), least.field)
+
+    def _rope_factor(self) -> float:
+        """By which scaled RoPE makes the length larger that the file names."""
+        named = self._config.get("rope_parameters") or self._config.get("rope_scaling")
+        if not isinstance(named, Mapping) or "gemma3" in self.type:
+            return 1.0
+        # Of some families each kind of layer has its own.
+        own = [one for one in named.values() if isinstance(one, Mapping)]
+        factor = 1.0
+        for one in own or [named]:
+            if (one.get("rope_type") or one.get("type")) in _SCALED_LENGTHS:
+                continue
+            value = one.get("factor")
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                factor = float(value)
+        return factor
 
     def _dtype(self) -> str:
         named = None

@@ -383,6 +383,11 @@ class _Page(_Case):
             return 0.0
         if self.division.pages >= self._all_pages():
             return 0.0
+        if self.division.pages < chosen and not self.notes:
+            self.notes.append(
+                f"DRAM keeps {self.division.pages:,} pages and a step chooses {chosen:,}: drives "
+                "may be asked for more than is forecast, and up to 1.5 times was measured; add DRAM"
+            )
         return known.of(self.workload.tokens, self.division.pages / chosen)
 
     def _all_pages(self) -> float:

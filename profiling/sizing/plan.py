@@ -160,7 +160,7 @@ class Plan:
             f"each of {len(machine.drives)} drives",
             f"reads {_size(best.read_bytes_per_s)}/s, is written {_size(per_day)} a day",
         )
-        life = "not known: endurance_bytes is not given"
+        life = "not known: give --endurance, or endurance_bytes of the machine"
         if best.life_years is not None:
             life = f"{best.life_years:.3g} years at this rate, day and night"
         table.add("life of the drives", life)
@@ -253,10 +253,14 @@ def make_plan(
         ConfigError: nothing is possible, or the wish is not: the last line names the bound that
             fails, and by how much.
     """
+    _check_positions(sizing)
     if wish.life_years is not None and not all(
         one.endurance_bytes for one in sizing.machine.drives
     ):
-        raise ConfigError("--want-life: endurance_bytes of the drives is not known; give it")
+        raise ConfigError(
+            "--want-life: how much the drives may be written is not known; give --endurance, or "
+            "endurance_bytes in --machine"
+        )
     ways = list(choices(sizing.workload.at_a_time, selectors, budget))
     found, refused = _possible(sizing, ways, wish)
     granting = [one for one in found if not any(wish.failing(one))]
@@ -273,6 +277,18 @@ def make_plan(
         bought.append(Purchase(name, usd, most, gain, best.hit_ttft_s / most.hit_ttft_s))
     bought.sort(key=lambda one: (-round(one.gain, 3), -one.ttft_gain))
     return Plan(sizing, best, others, tuple(refused), tuple(bought))
+
+
+def _check_positions(sizing: Sizing) -> None:
+    """Raises ConfigError: the longest request has more tokens than the model has positions."""
+    most, longest = sizing.model.positions, sizing.workload.longest
+    if most is None or longest <= most.tokens:
+        return
+    raise ConfigError(
+        f"impossible: {most.field} of {sizing.model.name}: {most.tokens:,} tokens, the longest "
+        f"request has {longest:,} with its output, {longest - most.tokens:,} too many; ask for "
+        "shorter --prompt or --output, or take another model"
+    )
 
 
 def _preferred(found: Iterable[Forecast]) -> Forecast:

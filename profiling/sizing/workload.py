@@ -6,7 +6,7 @@ import itertools
 import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -56,6 +56,10 @@ class Workload:
             value = getattr(self, name)
             if not least <= value <= most:
                 raise ConfigError(f"workload: {name}: got {value!r}; {least} to {most:,}")
+
+    def at_most(self, tokens: int) -> Workload:
+        """The same, its longest request no longer: a server's buckets are wider than its limit."""
+        return replace(self, longest=min(self.longest, tokens))
 
     @property
     def tokens(self) -> int:

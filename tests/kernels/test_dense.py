@@ -280,7 +280,6 @@ def cases(draw: st.DrawFn) -> tuple[Paged, list[list[Span]]]:
 
 
 @given(case=cases(), threads=st.sampled_from([1, 2, 5]), backwards=st.booleans())
-@settings(max_examples=80, deadline=None)
 def test_any_partition_of_blocks_gives_the_oracle(
     case: tuple[Paged, list[list[Span]]], threads: int, backwards: bool
 ) -> None:

@@ -199,7 +199,6 @@ def problems(draw: st.DrawFn, most_blocks: int = 3) -> Problem:
 
 
 @given(problem=problems())
-@settings(max_examples=60, deadline=None)
 def test_every_byte_is_the_oracles(problem: Problem) -> None:
     wanted = problem.wanted()
     for isa in ISAS:

@@ -325,7 +325,6 @@ def test_scores_of_tokens_and_pages(problem: Contexts, tokens: bool) -> None:
     p=st.sampled_from([0.1, 0.5, 0.9, 1.0]),
     window=st.sampled_from([0.0, 0.3, 0.6]),
 )
-@settings(max_examples=150, deadline=None)
 def test_choice_is_the_oracles(
     lists: list[list[float]],
     heads: int,

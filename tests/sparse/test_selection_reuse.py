@@ -60,7 +60,6 @@ def test_the_query_is_the_callers_to_write_to() -> None:
 
 
 @given(data=st.data(), steps=st.integers(2, 5), similarity=st.sampled_from([0.0, 0.7, 0.95]))
-@settings(max_examples=60, deadline=None)
 def test_it_is_what_the_oracle_says_whoever_else_is_there(
     data: st.DataObject, steps: int, similarity: float
 ) -> None:

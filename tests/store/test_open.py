@@ -283,7 +283,7 @@ def test_a_flipped_byte_in_the_manifest_is_refused(
     close(open_rank(place(devices), 0, Counters()))
     path = devices[0] / NAME
     data = path.read_bytes()
-    for position in range(0, len(data), 7):
+    for position in range(0, len(data), 53):
         spoiled = bytearray(data)
         spoiled[position] ^= 1 << position % 7
         path.write_bytes(spoiled)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -125,7 +125,6 @@ def spoil(store: FilledStore, what: str, which: int, how: str, position: int) ->
     return at
 
 
-@settings(max_examples=50)
 @given(
     what=st.sampled_from(FILES),
     which=st.integers(0, 31),

@@ -550,7 +550,7 @@ def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "examples"), [(StoreMachine, 12), (EncryptedMachine, 4), (ReplicaMachine, 10)]
+    ("machine", "examples"), [(StoreMachine, 8), (EncryptedMachine, 3), (ReplicaMachine, 6)]
 )
 def test_reads_are_right_or_miss(machine: type[StoreMachine], examples: int) -> None:
     run(machine, examples, steps=20)

@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -18,6 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tests.conftest import CACHE
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState, Rows
 from vllm_ssdkv.kernels.operands.page_list import PageList
 from vllm_ssdkv.triton_kernels import (
@@ -94,11 +94,13 @@ class Recorder:
 
 
 @pytest.fixture
-def record(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Callable[[ModuleType, str], Recorder]:
-    """Replace a module's kernel by a recorder, and let its wrapper take CPU tensors."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def record(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType, str], Recorder]:
+    """Replace a module's kernel by a recorder, and let its wrapper take CPU tensors.
+
+    What Triton has compiled once, of the same source, options and target, it need not compile in
+    the next run.
+    """
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(CACHE / "ssdkv" / "triton"))
 
     def replace(module: ModuleType, name: str) -> Recorder:
         recorder = Recorder(getattr(module, name))

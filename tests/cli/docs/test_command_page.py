@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -72,11 +73,13 @@ def test_json_is_asked_for_in_one_way() -> None:
             assert "--json" not in option.opts or option.is_flag, name
 
 
-@pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_is_behind_every_command(flag: str) -> None:
+def test_help_is_behind_every_command() -> None:
+    """Both flags by turns: a group has them, and what is in it has them from there."""
     commands = list(leaves(typer.main.get_command(app), "ssdkv"))
-    groups = {name.rpartition(" ")[0] for name in commands}
-    for name in (*groups, *commands):
+    groups = sorted({name.rpartition(" ")[0] for name in commands})
+    flags = [(name, flag) for name in groups for flag in ("-h", "--help")]
+    flags += zip(commands, itertools.cycle(("-h", "--help")), strict=False)
+    for name, flag in flags:
         result = CliRunner().invoke(app, [*name.split()[1:], flag])
         assert (result.exit_code, result.stderr) == (0, ""), name
         assert f"Usage: {name}" in result.stdout

@@ -102,6 +102,22 @@ def test_validation_shows_predictions_beside_measurements(
     )
 
 
+@pytest.mark.soak
+@pytest.mark.engine
+@pytest.mark.timeout(1800)
+def test_validation_runs_the_real_engine(machine: str) -> None:
+    result = run(str(MODEL_DIR), "--machine", machine, "--prompt", "4096", "--validate", "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)["validation"]
+    settings = [row[1] for row in found["rows"]]
+    assert settings == [
+        *("page, exact, 1 x 8,192 tokens", "page, exact, 2 x 4,096 tokens"),
+        *("page, bounds, 2 x 16,384 tokens", "page, bounds, 4 x 8,192 tokens"),
+    ]
+    inside = int(found["note"].split(" of 4")[0])
+    assert inside >= 3, found
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

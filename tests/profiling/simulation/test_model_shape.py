@@ -49,13 +49,17 @@ def state(spec: KVCacheSpec) -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bytes_are_those_of_vllms_layers(directory: Path, family: str) -> None:
     path = make(directory, family)
-    layers = layers_of(configuration(path, dtype="bfloat16"))
+    vllm_config = configuration(path, dtype="bfloat16")
+    layers = layers_of(vllm_config)
     config = {**json.loads((path / "config.json").read_text()), "dtype": "bfloat16"}
     shape = ModelShape.of(config, name=family)
     kept = list(layers.values())
     assert shape.kv_bytes_per_token() == sum(map(per_token, kept))
     assert shape.state_bytes() == sum(map(state, kept))
     assert shape.attention_layers() == sum(isinstance(spec, AttentionSpec) for spec in kept)
+    bound = vllm_config.model_config.model_arch_config.derived_max_model_len_and_key
+    if shape.positions is not None:
+        assert shape.positions.tokens == bound[0]
     windows = {layer.window for layer in shape.layers if layer.kind == "sliding"}
     assert windows == {s.sliding_window for s in kept if isinstance(s, SlidingWindowSpec)}
 
@@ -73,6 +77,31 @@ def test_a_slot_holds_the_bytes_of_its_block(directory: Path, family: str) -> No
     assert geometry.layers * geometry.payload_bytes == (
         layout.block_tokens * shape.kv_bytes_per_token("float32")
     )
+
+
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        ("llama", {"rope_type": "linear", "factor": 4.0}),
+        ("llama", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}),
+        ("gemma3", {"full_attention": {"rope_type": "linear", "factor": 8.0}}),
+    ],
+)
+def test_a_model_is_as_long_as_vllm_takes_it(
+    directory: Path, tmp_path: Path, family: str, rope: dict[str, Any]
+) -> None:
+    config = json.loads((make(directory, family) / "config.json").read_text())
+    own = {"rope_theta": 10_000.0}
+    if family == "gemma3":
+        given = {kind: {**own, "rope_type": "default"} for kind in set(config["layer_types"])}
+        config["rope_parameters"] = {**given, **{kind: {**own, **of} for kind, of in rope.items()}}
+    else:
+        config["rope_parameters"] = {**own, **rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = ModelShape.read(tmp_path / "config.json")
+    assert shape.positions is not None
+    found = configuration(tmp_path, max_model_len=None).model_config.max_model_len
+    assert shape.positions.tokens == found
 
 
 def test_kv_of_eight_bits(directory: Path) -> None:

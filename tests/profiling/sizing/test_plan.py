@@ -27,7 +27,8 @@ from vllm_ssdkv.profiling.sizing.plan import Plan, Wish, curves, make_plan, part
 from vllm_ssdkv.profiling.sizing.serve import serve_command, transfer_config
 from vllm_ssdkv.profiling.sizing.workload import Workload
 
-LLAMA = find_model("llama-3.1-8b")
+LLAMA = replace(find_model("llama-3.1-8b"), positions=None)
+"""Without its bound of tokens: those of memory and drives are looked at."""
 
 
 def machine(drives: int = 2, dram: float = 64 * GIB, gpu: str = "a100-40") -> SizedMachine:
@@ -126,7 +127,7 @@ def test_a_wish_for_life_needs_endurance() -> None:
     drives = tuple(one.model_copy(update={"endurance_bytes": None}) for one in machine().drives)
     unknown = replace(sizing(), machine=replace(machine(), drives=drives))
     assert make_plan(unknown, Wish()).best.life_years is None
-    with pytest.raises(ConfigError, match="--want-life: endurance_bytes"):
+    with pytest.raises(ConfigError, match=r"--want-life: .* give --endurance"):
         make_plan(unknown, Wish(life_years=1))
 
 
@@ -138,15 +139,38 @@ def test_what_keeps_more_from_running_is_told() -> None:
     assert make_plan(sizing(4096, at_a_time=1), Wish()).best.notes == ()
 
 
+def test_less_room_than_a_step_chooses_is_told() -> None:
+    choice = Choice("page", "bounds", batch=4)
+    (note,) = sizing(100_000, dram=10 * GIB).forecast(choice).notes
+    assert note.startswith("DRAM keeps ")
+    assert "drives may be asked for more than is forecast" in note
+    assert sizing(100_000, dram=96 * GIB).forecast(choice).notes == ()
+
+
 def test_what_never_fits_names_the_nearest_bound() -> None:
     with pytest.raises(ConfigError) as told:
         make_plan(sizing(90_000_000, at_a_time=1), Wish())
     last = str(told.value).splitlines()[-1]
     assert last.startswith("impossible: capacity of the drives: ")
     assert "too little" in last
-    large = replace(sizing(), model=find_model("opt-175b"))
+    large = replace(sizing(), model=replace(find_model("opt-175b"), positions=None))
     with pytest.raises(ConfigError, match="HBM for weights"):
         make_plan(large, Wish())
+
+
+def test_more_tokens_than_the_model_has_positions_names_the_field() -> None:
+    model = find_model("llama-3.1-8b")
+    most = 131_072
+    fits = Workload(most - 256, 256, most, 1)
+    assert make_plan(replace(sizing(), model=model, workload=fits), Wish()).best.choice.batch == 1
+    long = replace(fits, prompt=most - 255, longest=most + 1)
+    with pytest.raises(ConfigError) as told:
+        make_plan(replace(sizing(), model=model, workload=long), Wish())
+    assert str(told.value).startswith(
+        "impossible: max_position_embeddings of llama-3.1-8b: 131,072 tokens, the longest request "
+        "has 131,073 with its output, 1 too many; "
+    )
+    assert long.at_most(most).longest == most
 
 
 @pytest.mark.parametrize("name", ["tokens_per_s", "ttft_s", "life_years"])

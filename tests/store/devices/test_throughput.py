@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -117,7 +117,6 @@ def test_a_slow_device_is_found_beside_others_that_are_done_at_once() -> None:
 # The slow one alone is seen at work; and nothing is known of it but that it is slow.
 @example([0.0625, 0.03125, 0.125, 0.125, 0.25, 0.25, 0.25, 0.0625, 0.21875], 0.1, 1, 4 * MB)
 @example([0.125, 0.03125, 0.0625, 0.25], 0.3, 1, 4 * MB)
-@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from([0.001, 0.03, 0.3]).flatmap(
         lambda most: st.lists(st.floats(0.0002, most), min_size=1, max_size=60)

@@ -332,5 +332,5 @@ class IndexMachine(RuleBasedStateMachine):
         kill(after)
 
 
-IndexMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+IndexMachine.TestCase.settings = settings(stateful_step_count=40)
 TestIndexMachine = IndexMachine.TestCase

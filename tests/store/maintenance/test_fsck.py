@@ -200,7 +200,7 @@ def expected(store: FilledStore, path: Path, at: int, device: int, rank: int) ->
     return set() if found is None else {found[0]}
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=places(), bit=st.integers(0, 7))
 def test_every_flipped_bit_is_found_and_named(
     original: FilledStore, place: Place, bit: int

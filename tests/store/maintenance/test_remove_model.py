@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from tests.store.conftest import PAGED
@@ -227,7 +227,6 @@ def planned(draw: st.DataObject, here: World) -> tuple[list[Path], Removal | Non
         return named, None
 
 
-@settings(max_examples=80)
 @given(draw=st.data())
 def test_nothing_that_was_not_named_is_touched(draw: st.DataObject) -> None:
     with world() as here:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -64,7 +64,6 @@ def check_inside(
     return placement
 
 
-@settings(max_examples=80, deadline=None)
 @given(geometries, st.lists(st.tuples(situations, replicas), min_size=1, max_size=6))
 def test_devices_come_and_go(
     geometry: SlotGeometry, history: list[tuple[tuple[list[float], list[int]], int]]
@@ -102,7 +101,6 @@ def test_devices_come_and_go(
         assert again == (segments, [], found.numbers)
 
 
-@settings(max_examples=100, deadline=None)
 @given(geometries, situations, replicas)
 def test_a_new_store_uses_its_devices(
     geometry: SlotGeometry, situation: tuple[list[float], list[int]], wanted: int

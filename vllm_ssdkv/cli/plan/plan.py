@@ -155,6 +155,8 @@ def plan(
         wish = Wish(want_tokens, want_ttft, want_life)
         shape = read_model(model)
         asked = _workload(workload, server, model, (prompt, output), at_a_time, found)
+        if server is not None and shape.positions is not None:
+            asked = asked.at_most(shape.positions.tokens)
         on = _machine(machine, device or [], io, dram, endurance, console)
         block = CPU_BLOCK_TOKENS if on.cpu else BLOCK_TOKENS
         sizing = Sizing(shape, asked, on, terms=Terms(usd_per_kwh, years), block_tokens=block)
