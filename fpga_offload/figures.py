@@ -118,7 +118,7 @@ def instinfer_cells(cells: Sequence[Cells]) -> list[Figure]:
             "topk",
             INSTINFER_TOPK,
             "argtopk",
-            "Ours selects by radix in two passes over 16-bit keys.",
+            "Ours selects by radix from up to 65,536 keys of 32 bits, which it keeps.",
         ),
         (
             "filter",
