@@ -419,7 +419,7 @@ class SSDKVConfig(OptionModel):
                     f"devices[{seen[real]}].path; give each device once"
                 )
             seen.setdefault(real, position)
-        if self.replicas > max(1, len(self.devices)):
+        if self.replicas > max(1, len(self.devices)) and not self.nodes:
             lines.append(
                 f"replicas: {self.replicas} copies need {self.replicas} devices, "
                 f"{max(1, len(self.devices))} is given; name another drive in devices, or leave "
@@ -468,7 +468,7 @@ class SSDKVConfig(OptionModel):
             "faults": [rule.device for rule in self.io.faults],
             "throttle": [rule.device for rule in self.io.throttle],
         }
-        count = max(1, len(self.devices))
+        count = max(1, len(self.devices)) if not self.nodes else MAX_DEVICES
         for name, positions in targets.items():
             lines.extend(
                 f"io.{name}[{i}].device: {position} is not a position in devices ({count} entries)"
@@ -484,19 +484,35 @@ class SSDKVConfig(OptionModel):
             if self.node_keys is not None:
                 yield "node_keys: has no meaning without nodes: name a node there, or leave it out"
             return
+        if self.mode == "page":
+            yield from self._page_node_problems()
+            return
         if len(self.nodes) > 1:
             yield (
                 f"nodes: {len(self.nodes)} addresses are given; an engine uses one node: name that"
-            )
-        if self.mode != "reuse":
-            yield (
-                f'nodes: mode "{self.mode}" reads contexts from a store of its own: leave out '
-                'nodes, or set mode "reuse"'
             )
         given: list[str] = [name for name in _OF_A_STORE if name in self.model_fields_set]
         given += [f"io.{name}" for name in sorted(self.io.model_fields_set - {"deadline"})]
         for name in given:
             yield f"{name}: is an option of the node where there are nodes: set it there"
+
+    def _page_node_problems(self) -> Iterator[str]:
+        """Problems of a store in page mode whose slots lie on nodes."""
+        repeated = sorted({node for node in self.nodes if self.nodes.count(node) > 1})
+        for node in repeated:
+            yield f"nodes: {node} is given twice; name each node once"
+        if self.devices:
+            yield (
+                "devices: the slots lie on the drives of the nodes: leave out devices, or leave "
+                "out nodes"
+            )
+        if self.state_dir is None:
+            yield (
+                'state_dir: missing; with nodes and mode "page" index and journal stay with the '
+                "engine, so give a directory on a disk of its machine"
+            )
+        for name in sorted(self.io.model_fields_set & {"engine", "queue_depth", "direct"}):
+            yield f"io.{name}: is an option of the node where there are nodes: set it there"
 
     def _offload_problems(self) -> Iterator[str]:
         if self.mode != "page":
