@@ -10,8 +10,9 @@ from typing import Final
 from vllm_ssdkv.base.metric import Label, Metric, counter, gauge
 
 CALLS: Final = (
-    *("Bind", "Lookup", "Last", "Claim", "Touch", "Pin", "Unpin", "Drop", "ForgetAll"),
+    *("Bind", "Lookup", "Find", "Last", "Claim", "Touch", "Pin", "Unpin", "Drop", "ForgetAll"),
     *("AskGauges", "TellWeights", "Save", "Load", "Discard", "AskStatus"),
+    *("AskDrives", "AskVolumes", "OpenVolumes", "Move", "RemoveVolume"),
 )
 """Names of calls, for a label."""
 
@@ -26,7 +27,7 @@ NODE_SERVER_METRICS: Final[tuple[Metric, ...]] = (
         "node_sessions",
         "sessions",
         "Halves of engines, and askers, that are connected to the node.",
-        Label("role", ("scheduler", "worker", "status")),
+        Label("role", ("scheduler", "worker", "status", "volume")),
     ),
     gauge("node_stores", "stores", "Stores that the node has open."),
     gauge("node_pins", "pins", "Pins of slots that sessions hold: leases that are out."),
