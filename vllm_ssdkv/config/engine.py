@@ -55,7 +55,7 @@ SelectorName = Literal["exact", "bounds", "spread", "sparf", "adaptive", "swarm"
 MIN_CAPACITY: Final = 16 * MIB
 MAX_DEVICES: Final = 64
 MAX_NODES: Final = 64
-"""Addresses that the option ``nodes`` may have; an engine uses one."""
+"""Addresses that the option ``nodes`` may have."""
 
 _OF_A_STORE: Final = (
     *("devices", "replicas", "state_dir", "recover", "dram_gib", "admission", "trim"),
@@ -369,16 +369,29 @@ class SSDKVConfig(OptionModel):
     ] = IoConfig()
     nodes: Annotated[
         tuple[str, ...],
-        Allowed('a list of one address, such as ["unix:///run/ssdkv.sock"] or a tcp:// one'),
+        Allowed(
+            f'a list of up to {MAX_NODES} addresses, such as ["unix:///run/ssdkv.sock"], each '
+            "unix:///path or tcp://host:port"
+        ),
         Field(
             strict=False,
             max_length=MAX_NODES,
-            description="The node (`ssdkv node run`) that keeps the store, for all engines that "
-            "name it, in place of a store of this engine's own. Mode `reuse` only. Drives and "
-            "memory are then options of the node, and are refused here; docs/nodes.md.",
+            description="The nodes (`ssdkv node run`) that keep the store, for all engines that "
+            "name them, in place of a store of this engine's own; several share the blocks, and "
+            "each engine should name them alike. Drives and memory are then options of the nodes, "
+            "and are refused here. In mode `page` they keep the bytes of this engine's contexts; "
+            "docs/nodes.md.",
         ),
         Reason("Empty: the engine keeps its own store, which needs no other process."),
     ] = ()
+    node_replicas: Annotated[
+        Literal[1, 2],
+        Field(
+            description="Nodes that keep each block, in mode `reuse`. `2`: what lies on a node "
+            "that is gone or late is read from the other one; half the capacity, twice the writes."
+        ),
+        Reason("1: a cache may lose a part of what it holds; it is computed again."),
+    ] = 1
     node_keys: Annotated[
         PathText | None,
         Allowed(PATH_TEXT),
@@ -481,15 +494,19 @@ class SSDKVConfig(OptionModel):
 
     def _node_problems(self) -> Iterator[str]:
         if not self.nodes:
-            if self.node_keys is not None:
-                yield "node_keys: has no meaning without nodes: name a node there, or leave it out"
+            for name in ("node_keys", "node_replicas"):
+                if name in self.model_fields_set and getattr(self, name) is not None:
+                    yield f"{name}: has no meaning without nodes: name one there, or leave it out"
             return
+        for node in sorted({node for node in self.nodes if self.nodes.count(node) > 1}):
+            yield f"nodes: {node} is given twice; name each node once"
         if self.mode == "page":
             yield from self._page_node_problems()
             return
-        if len(self.nodes) > 1:
+        if self.node_replicas > len(self.nodes):
             yield (
-                f"nodes: {len(self.nodes)} addresses are given; an engine uses one node: name that"
+                f"node_replicas: {self.node_replicas} nodes are to keep a block, one is given: "
+                "name another one in nodes, or leave it at 1"
             )
         given: list[str] = [name for name in _OF_A_STORE if name in self.model_fields_set]
         given += [f"io.{name}" for name in sorted(self.io.model_fields_set - {"deadline"})]
@@ -498,9 +515,8 @@ class SSDKVConfig(OptionModel):
 
     def _page_node_problems(self) -> Iterator[str]:
         """Problems of a store in page mode whose slots lie on nodes."""
-        repeated = sorted({node for node in self.nodes if self.nodes.count(node) > 1})
-        for node in repeated:
-            yield f"nodes: {node} is given twice; name each node once"
+        if "node_replicas" in self.model_fields_set:
+            yield 'node_replicas: is of mode "reuse"; in mode "page" set replicas'
         if self.devices:
             yield (
                 "devices: the slots lie on the drives of the nodes: leave out devices, or leave "
@@ -520,6 +536,17 @@ class SSDKVConfig(OptionModel):
                 'offload: needs mode "page"; mode "reuse" loads a prefix before it is attended '
                 "to: leave offload out, or change the mode"
             )
+        if self.offload is not None and self.offload.kind == "node":
+            if not self.nodes:
+                yield (
+                    'offload.kind: "node" without nodes: name their addresses there, or set it to '
+                    '"host"'
+                )
+            if self.encryption is not None:
+                yield (
+                    'offload.kind: "node" with encryption: a node cannot attend to what it cannot '
+                    "read: leave one of the two out"
+                )
         peer = self.offload is not None and self.offload.peer
         if peer and self.encryption is not None:
             yield (
