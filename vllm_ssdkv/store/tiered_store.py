@@ -477,9 +477,11 @@ class TieredStore:
         dense_layers: int = 0,
         layers: Sequence[int] | None = None,
         peer: ReadPath | None = None,
+        *,
+        elsewhere: bool = False,
     ) -> ContextStream:
         """Walk over the contexts of one step's rows in these ``layers``, ascending (default: in
-        all); starts reading at once.
+        all); starts reading at once, unless they are attended to ``elsewhere``.
 
         Rows in ``chosen`` take part in the first ``dense_layers`` of them only.
         """
@@ -495,8 +497,14 @@ class TieredStore:
             dense_layers,
             layers,
             peer=peer,
+            elsewhere=elsewhere,
         )
         return self._stream
+
+    @property
+    def checksums(self) -> ChecksumTable:
+        """Digests of the pages of running contexts."""
+        return self._seals
 
     def stream_x(
         self, contexts: Sequence[NDArray[np.int64]], layers: Sequence[int]

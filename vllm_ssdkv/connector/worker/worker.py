@@ -344,15 +344,15 @@ class SSDKVWorker:
 
     def _attend_on_nodes(self) -> NodeOffloader:
         """The nodes that have the slots as who attends to them."""
-        own, layout = self._own, self.layout
-        if own.drives is None:
-            raise StoreError("offload.kind: \"node\" in a store without nodes")
+        rank, layout = self._opened, self.layout
+        if not isinstance(rank, EmbeddedRank) or rank.drives is None:
+            raise StoreError('offload.kind: "node" in a store without nodes')
         return NodeOffloader(
             self.store,
-            own.drives,
+            rank.drives,
             self.context_layout,
             layout.query_heads or layout.kv_heads,
-            own.opened.num_slots,
+            rank.opened.num_slots,
             # A drive of a node that hangs costs the node one deadline first.
             2 * self.config.io.deadline,
             self.counters,
@@ -808,8 +808,9 @@ class SSDKVWorker:
         if self._choices is not None:
             for name, value in self._choices.gauges().items():
                 self.counters.set(name, value)
-        if self.x_cache is not None and self._x_shape is not None and self.offloader is not None:
-            storage = self.offloader.sharing.contexts.device_rate
+        offloader = self.offloader
+        if self.x_cache is not None and self._x_shape and isinstance(offloader, Offloader):
+            storage = offloader.sharing.contexts.device_rate
             self._report.x_rates = self.x_cache.rates(self._x_shape, storage)
         self._opened.update_gauges()
 
