@@ -157,9 +157,7 @@ class NodeEngine:
             raise ValueError("the engine is closed")
         device, length = np.ascontiguousarray(device), np.ascontiguousarray(length)
         offset, buffer = np.ascontiguousarray(offset), np.ascontiguousarray(buffer)
-        _io.check_requests(
-            device, offset, length, buffer, len(self._node_of), self._arena_bytes
-        )
+        _io.check_requests(device, offset, length, buffer, len(self._node_of), self._arena_bytes)
         if (offset < SUPERBLOCK_BYTES).any():
             raise ValueError("superblocks are not in the volumes of nodes")
         lengths = length.astype(np.int64)

@@ -33,6 +33,11 @@ for."""
 SEND_S: Final = 5.0
 """Deadline of sending one frame, in seconds."""
 
+SILENCES: Final = 4
+"""Heartbeats that may be missing before the node counts as gone."""
+
+LEAST_SILENCE_S: Final = 2.0
+
 _LATE: Final = 0.9
 """Part of the deadline after which a session ends that has not answered: whoever waits for a batch
 finds its requests failed before the deadline, and its memory free."""
@@ -145,14 +150,18 @@ class VolumeWire:
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
         self.over = False
-        self._sender = threading.Thread(target=self._send_all, name="ssdkv-volume-send", daemon=True)
+        self._credit = CREDIT
+        self._sender = threading.Thread(
+            target=self._send_all, name="ssdkv-volume-send", daemon=True
+        )
         self._receiver = threading.Thread(
             target=self._receive_all, name="ssdkv-volume-receive", daemon=True
         )
 
     def start(self) -> None:
         """Start both threads, once."""
-        self._credit = CREDIT
+        beat_s = self.session.welcome.beat_s
+        self._channel.silence_s = max(LEAST_SILENCE_S, SILENCES * beat_s)
         self._channel.grant(CREDIT)
         self._sender.start()
         self._receiver.start()

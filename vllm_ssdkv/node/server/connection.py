@@ -23,6 +23,7 @@ from vllm_ssdkv.config.node import NodeConfig
 from vllm_ssdkv.node.protocol.channel import Channel
 from vllm_ssdkv.node.protocol.frames import DEFAULT_LIMITS, VERSIONS, negotiate
 from vllm_ssdkv.node.protocol.messages import AskStatus, Hello, Message, Part, Role, Status, Welcome
+from vllm_ssdkv.node.server.attention import AttentionLink
 from vllm_ssdkv.node.server.leases import Lease
 from vllm_ssdkv.node.server.scheduler_calls import SessionCalls
 from vllm_ssdkv.node.server.session import Session
@@ -39,6 +40,9 @@ HELLO_S = 10.0
 
 BEATS = 3
 """Heartbeats in the time of a lease."""
+
+_VOLUMES_S = 600.0
+"""Seconds that a volume session has to open its volumes, which may have to get their space."""
 
 _JOINED: Final[dict[Role, tuple[Part, ...]]] = {
     "worker": ("bytes",),
@@ -250,12 +254,12 @@ class Connection:
 
     def _go_on(self, session: Session) -> None:
         state = self._state
-        if session.role == "volume" and self._part != "calls":
+        if session.role == "volume" and self._part == "attend":
+            self._serve_attention(session)
+        elif session.role == "volume" and self._part != "calls":
             self._serve_volumes(session)
         elif session.store is None:
-            self._serve_calls(
-                VolumeCalls(session, state.shelf, state.config, state.volumes_in_use)
-            )
+            self._serve_calls(VolumeCalls(session, state.shelf, state.config, state.volumes_in_use))
         elif self._part == "bytes":
             self._serve_bytes(session)
         else:
@@ -269,7 +273,11 @@ class Connection:
             if message is None or frame.is_answer or frame.payload_bytes or frame.descriptors:
                 raise ProtocolError("order", "what came is no call")
             self._count_call(type(message).__name__)
-            if isinstance(message, AskStatus) and self._session is not None and self._session.role == "status":
+            if (
+                isinstance(message, AskStatus)
+                and self._session is not None
+                and self._session.role == "status"
+            ):
                 channel.send(
                     self._state.status(), call_id=frame.call_id, answer=True, timeout=HELLO_S
                 )
@@ -285,13 +293,21 @@ class Connection:
     def _serve_volumes(self, session: Session) -> None:
         """Serve a connection of a volume session that is not the one for calls."""
         state, channel = self._state, self._channel
-        volumes = session.wait_for_volumes(state.config.lease)
+        volumes = session.wait_for_volumes(_VOLUMES_S)
         if volumes is None:
             raise ProtocolError("order", "a session without volumes has no bytes")
         channel.start_heartbeat(state.config.lease / BEATS)
         link = VolumeLink(channel, volumes, state.config, state.counters)
         self._link = link
         link.serve(self._count_call)
+
+    def _serve_attention(self, session: Session) -> None:
+        """Serve the connection for attention of a volume session."""
+        state = self._state
+        volumes = session.wait_for_volumes(_VOLUMES_S)
+        if volumes is None:
+            raise ProtocolError("order", "a session without volumes has nothing to attend to")
+        AttentionLink(self._channel, volumes, state.config, state.counters).serve(self._count_call)
 
     def _serve_bytes(self, session: Session) -> None:
         state, store = self._state, session.store
