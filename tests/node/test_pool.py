@@ -72,18 +72,18 @@ class Site:
 class Engine:
     """Scheduler and worker of an engine of one rank, and an HBM of bytes."""
 
-    def __init__(self, addresses: list[str], run: str, replicas: int = 1):
+    def __init__(self, addresses: list[str], run: str, replicas: int = 1, patience_s: float = 20):
         self.counters = Counters()
         self._addresses, self._run = addresses, run
         self._spec = StoreSpec({"model": "none"}, LAYERS, PAGE, 1, 16, "none", "none")
         self.store = PooledStore(self._peers("worker"), self.counters, 16, DEADLINE_S)
-        self._header = self.store.open().frame_bytes - BLOCK
+        self._header = self.store.open(patience_s).frame_bytes - BLOCK
         self.store.tell_weights(b"weights")
         self.store.start(self._copy_in)
         self.links = [
             NodeLink(p, self.counters, with_bytes=False) for p in self._peers("scheduler")
         ]
-        slots = start_links(self.links).num_slots
+        slots = start_links(self.links, patience_s).num_slots
         members = [RemoteIndex(k, Counters(), num_slots=slots, hides=True) for k in self.links]
         self.index = PooledIndex(members, addresses, self.counters, replicas)
         assert self.index.bind(5.0) == [b"weights"]
@@ -215,8 +215,8 @@ def site(place: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
 def engines(site: Site) -> Iterator[Callable[..., Engine]]:
     made: list[Engine] = []
 
-    def start(replicas: int = 1) -> Engine:
-        made.append(Engine(site.addresses, f"run {len(made)}", replicas))
+    def start(replicas: int = 1, patience_s: float = 20) -> Engine:
+        made.append(Engine(site.addresses, f"run {len(made)}", replicas, patience_s))
         return made[-1]
 
     yield start
@@ -352,15 +352,11 @@ def test_blocks_of_a_node_that_ends_before_they_are_saved_fail(
     assert {slot for slot, _ in ended} == {s for s in slots.tolist() if s % 3 != lost}
 
 
-def test_an_engine_starts_while_a_node_is_away(
-    engines: Callable[..., Engine], site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vllm_ssdkv.node.client.node_link.START_S", 0.5)
-    monkeypatch.setattr(NodeLink.start, "__defaults__", (0.5,))
+def test_an_engine_starts_while_a_node_is_away(engines: Callable[..., Engine], site: Site) -> None:
     keys = new_keys(4 * RUN_BLOCKS)
     engines(2).save(keys)
     site.end(2)
-    late = engines(2)
+    late = engines(2, 1.5)
     assert late.find(keys) == len(keys)
     site.start(2)
     until(lambda: late.connected() == 3)
@@ -368,7 +364,7 @@ def test_an_engine_starts_while_a_node_is_away(
     for node in range(3):
         site.end(node)
     with pytest.raises(StoreError, match="cannot be used"):
-        engines(2)
+        engines(2, 0.1)
 
 
 def test_requests_of_two_engines_that_ask_at_once_compute_once(

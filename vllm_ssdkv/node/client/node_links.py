@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from vllm_ssdkv.base.errors import NodeGoneError, StoreError
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.node.client.node_link import NodeLink
+from vllm_ssdkv.node.client.node_link import START_S, NodeLink
 from vllm_ssdkv.node.protocol.messages import Welcome
 
 logger = logging.getLogger(__name__)
@@ -34,8 +34,8 @@ class ConnectedShare:
             self._counters.set("node_connected", share)
 
 
-def start_links(links: Sequence[NodeLink]) -> Welcome:
-    """Open the first session of each, at the same time; those that do not answer later.
+def start_links(links: Sequence[NodeLink], timeout: float = START_S) -> Welcome:
+    """Open the first session of each, at the same time; later those that do not answer in time.
 
     Returns:
         What a node says of its store.
@@ -48,7 +48,7 @@ def start_links(links: Sequence[NodeLink]) -> Welcome:
 
     def start(link: NodeLink) -> None:
         try:
-            welcomes[link] = link.start().welcome
+            welcomes[link] = link.start(timeout).welcome
         except StoreError as error:
             problems[link] = error
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.node.client.hedging import HedgeBudget, LoadTimes
+from vllm_ssdkv.node.client.node_link import START_S
 from vllm_ssdkv.node.client.node_links import ConnectedShare, start_links
 from vllm_ssdkv.node.client.remote_store import PinMemory, RemoteStore
 from vllm_ssdkv.node.client.session import Peer
@@ -204,13 +205,15 @@ class PooledStore:
 
     # ---- sessions ----
 
-    def open(self) -> Welcome:
+    def open(self, timeout: float = START_S) -> Welcome:
         """Open the first sessions. What a node says of its store.
+
+        ``timeout``: seconds for which a node that does not answer is waited for.
 
         Raises:
             StoreError: no node answers, or one refuses; the text names the way out.
         """
-        welcome = start_links([store.link for store in self.stores])
+        welcome = start_links([store.link for store in self.stores], timeout)
         for store in self.stores:
             store.adopt()
         self._nowhere.open(welcome.frame_bytes)
