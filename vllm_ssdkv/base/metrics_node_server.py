@@ -12,7 +12,7 @@ from vllm_ssdkv.base.metric import Label, Metric, counter, gauge
 CALLS: Final = (
     *("Bind", "Lookup", "Find", "Last", "Claim", "Touch", "Pin", "Unpin", "Drop", "ForgetAll"),
     *("AskGauges", "TellWeights", "Save", "Load", "Discard", "AskStatus"),
-    *("AskDrives", "AskVolumes", "OpenVolumes", "Move", "RemoveVolume"),
+    *("AskDrives", "AskVolumes", "OpenVolumes", "Move", "RemoveVolume", "Attend"),
 )
 """Names of calls, for a label."""
 
@@ -36,8 +36,9 @@ NODE_SERVER_METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "node_bytes",
         "bytes",
-        "Bytes of blocks that engines have saved in the node and loaded from it.",
-        Label("direction", ("saved", "loaded")),
+        "Bytes of blocks that engines have saved in the node and loaded from it, and of K and V "
+        "that the node has attended to for them.",
+        Label("direction", ("saved", "loaded", "attended")),
     ),
     counter(
         "node_refusals",

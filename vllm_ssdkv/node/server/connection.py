@@ -341,11 +341,14 @@ class Connection:
     # ---- the end ----
 
     def _leave(self, session: Session) -> None:
-        """This connection is over, and with it the session."""
+        """This connection is over, and with it the session, unless it was for attention alone."""
         state = self._state
         with state.lock:
-            # Nobody joins it from here on, and who has just done so ends, too.
-            session.end()
+            if self._part == "attend":
+                session.parts.discard("attend")
+            else:
+                # Nobody joins it from here on, and who has just done so ends, too.
+                session.end()
             if self._channel in session.channels:
                 session.channels.remove(self._channel)
             last = not session.channels and state.sessions.pop(session.name, None) is not None
