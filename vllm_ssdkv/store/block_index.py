@@ -135,6 +135,9 @@ class SlotPlacement(Protocol):
     def drop_lost(self) -> int:
         """Take what lies on devices out of use only out of the index; how many blocks."""
 
+    def take_returned(self) -> None:
+        """Have the slots again that devices which are back in use had taken with them."""
+
     def take_segments(self) -> tuple[Segment, ...] | None:
         """The segments, if they have changed since the last call."""
 

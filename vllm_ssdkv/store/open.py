@@ -405,7 +405,8 @@ def open_rank(
         place.config.dram_bytes(place.tp_size),
         place.config.io.staging,
         most_bytes=place.config.most_dram_bytes(place.tp_size),
-        scrub=place.config.io.scrub_rate is not None,
+        scrub=place.config.io.scrub_rate is not None
+        or (remote is not None and place.config.replicas > 1),
         choice=choice,
     )
     present = manifest.present()

@@ -183,6 +183,7 @@ class EmbeddedRank:
             summarizer=work.summarizer,
             trimmer=self._trimmer() if work.config.trim else None,
             scrub_rate=work.config.io.scrub_rate,
+            mends=self.drives is not None and work.config.replicas > 1,
             stretches=work.stretches,
         )
 

@@ -188,16 +188,21 @@ class NodeDrives:
         self.node_of = np.zeros(0, dtype=np.int64)
         self.drive_of = np.zeros(0, dtype=np.int64)
         try:
-            for node, link in enumerate(self.links):
-                there = [one.drive.name for one in drives if one.node == node]
-                if [drive.name for drive in link.start()] != there:
-                    raise StoreError(
-                        f"nodes: the drives of the node {link.peer.address} have changed while "
-                        "the engine started: start it again"
-                    )
+            for node in range(len(self.links)):
+                self._start(node)
         except BaseException:
             self.close(0.0)
             raise
+
+    def _start(self, node: int) -> None:
+        """Open the session with a node, which must have the drives that it had a moment ago."""
+        link = self.links[node]
+        there = [one.drive.name for one in self._drives if one.node == node]
+        if [drive.name for drive in link.start()] != there:
+            raise StoreError(
+                f"nodes: the drives of the node {link.peer.address} have changed while the engine "
+                "started: start it again"
+            )
 
     def _of(self, path: Path) -> NodeDrive:
         """The drive that a device is; of data-parallel engines directories lie below stubs."""
@@ -271,4 +276,5 @@ class NodeDrives:
 
     def close(self, timeout_s: float) -> bool:
         """End all sessions; False when threads did not end in time."""
-        return all([link.close(timeout_s) for link in self.links])
+        ended = [link.close(timeout_s) for link in self.links]
+        return all(ended)

@@ -142,7 +142,7 @@ class VolumeWire:
             over: Called once when the session has ended, before what is under way fails.
         """
         self.session, self._channel = session, channel
-        self._memory = memoryview(memory)
+        self._memory = memory.data
         self._most = window // 2
         self._deadline_s, self._on_over = deadline_s, over
         self._lanes = [_Lane() for _ in range(drives)]

@@ -136,7 +136,7 @@ class _Lane:
         if job.write:
             self._link.answer(job.call_id, Moved(pack(results)), [])
         else:
-            view = memoryview(self._link.memory)
+            view = self._link.memory.data
             ends = job.begin + np.cumsum(job.lengths)
             if np.array_equal(results, job.lengths):
                 payload = [view[job.begin : job.begin + job.nbytes]]
@@ -218,7 +218,7 @@ class VolumeLink:
         lane = self._lanes[message.drive]
         begin = lane.reserve(nbytes)
         if message.write:
-            self._channel.receive_payload([self.memory[begin : begin + nbytes]], PAYLOAD_S)
+            self._channel.receive_payload([self.memory[begin : begin + nbytes].data], PAYLOAD_S)
             self._give_credit(nbytes)
         batch = None
         if not lane.dead:

@@ -258,7 +258,9 @@ class VolumeShelf:
     def _directories(self, number: int) -> list[Path]:
         return sorted(path for path in self._directory(number).iterdir() if path.is_dir())
 
-    def volumes(self, names: Sequence[bytes] = (), in_use: Sequence[bytes] = ()) -> list[VolumeStatus]:
+    def volumes(
+        self, names: Sequence[bytes] = (), in_use: Sequence[bytes] = ()
+    ) -> list[VolumeStatus]:
         """Volumes that there are; ``names``: only those, where there are any; ``in_use``: that
         sessions have open.
 
