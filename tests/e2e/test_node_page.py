@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -27,7 +28,9 @@ def nodes(root: Path) -> Iterator[Sequence[NodeProcess]]:
         for number in range(4):
             place = root / f"node{number}"
             place.mkdir()
-            started.append(stack.enter_context(NodeProcess(place, lease=LEASE_S)))
+            drive = {"path": str(place / "ssd"), "capacity": "1GiB"}
+            node = NodeProcess(place, lease=LEASE_S, devices=[drive], store_share=0.0625)
+            started.append(stack.enter_context(node))
         yield started
 
 
@@ -73,7 +76,61 @@ def test_contexts_on_nodes_give_the_tokens_of_stock(
         assert tokens(here.answers(SHORT)) == wanted
         here.settle()
         assert here.ssdkv("bytes_read") > 0
+    if count > 1:
+        return
     with engine(models["llama"], nodes[:count], state) as again:
         got = again.answers(SHORT)
         assert tokens(got) == wanted
         assert got[0].cached > 0
+
+
+def eventually(here: Engine, what: Callable[[], bool], seconds: float = 60.0) -> bool:
+    """Check whether something becomes true; reports come with steps."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+        here.answers([[1] * 8], 1)
+    return True
+
+
+def test_a_node_dies_under_requests_comes_back_and_heals(
+    nodes: Sequence[NodeProcess], models: dict[str, Path], stock: Stock, tmp_path: Path
+) -> None:
+    """With two copies nothing is computed again, and what was stored meanwhile is on it later."""
+    wanted = tokens(stock.answers("llama", SHORT))
+    two = nodes[:2]
+    with engine(models["llama"], two, tmp_path / "state", replicas=2) as here:
+        struck: list[int] = []
+
+        def strike(step: int) -> None:
+            if step == 30:
+                two[1].kill()
+                struck.append(step)
+
+        for number, prompt in enumerate(SHORT):
+            here.add(str(number), prompt)
+        got = here.run(strike)
+        assert struck
+        assert [got[str(number)] for number in range(len(SHORT))] == wanted
+        here.settle()
+        assert here.ssdkv("device_lost") == 1
+        assert here.ssdkv("slots_dropped") == here.ssdkv("recomputed_requests") == 0
+
+        two[1].start()
+        assert eventually(here, lambda: here.ssdkv("device_returned") == 1)
+        assert eventually(here, lambda: here.ssdkv("mended_copies") > 0)
+        before = -1.0
+        while before != (before := here.ssdkv("mended_copies")):
+            time.sleep(3.0)
+            here.answers([[1] * 8], 1)
+
+        two[0].kill()
+        try:
+            answers = here.answers(SHORT)
+            assert tokens(answers) == wanted
+            assert answers[0].cached > 2900
+            assert here.ssdkv("recomputed_requests") == here.ssdkv("slots_dropped") == 0
+        finally:
+            two[0].start()

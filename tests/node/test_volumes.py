@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,9 +12,11 @@ from uuid import UUID, uuid4
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.cli.node.node import app
 from vllm_ssdkv.config.node import NodeConfig
 from vllm_ssdkv.node.client.node_engine import FRAME_BYTES, NodeEngine
 from vllm_ssdkv.node.client.session import Peer
@@ -69,7 +72,9 @@ class Rank:
         self, op: Op, requests: list[tuple[int, int, int, int]], timeout_s: float = 30.0
     ) -> list[int]:
         """Results of requests: device, offset in the volume, bytes, offset in the arena."""
-        device, offset, length, buffer = (np.array(column) for column in zip(*requests, strict=True))
+        device, offset, length, buffer = (
+            np.array(column) for column in zip(*requests, strict=True)
+        )
         batch = self.engine.submit(
             op,
             device.astype(np.uint16),
@@ -193,6 +198,29 @@ def test_a_lost_volume_is_told(host: Host, rank: Rank, tmp_path: Path) -> None:
     time.sleep(1.0)
     assert rank.link.wire is None
     assert not (directory / "rank0.data").exists()
+
+
+def test_volumes_are_listed_and_removed_by_a_command(
+    host: Host, rank: Rank, tmp_path: Path
+) -> None:
+    def run(*more: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["volumes", host.address, *more])
+        return result.exit_code, result.output
+
+    name = str(UUID(bytes=NAMES[1]))
+    code, listed = run("--json")
+    assert code == 0
+    found = {volume["name"]: volume for volume in json.loads(listed)["volumes"]}
+    assert found.keys() == {str(UUID(bytes=name)) for name in NAMES}
+    assert found[name]["open"]
+    assert found[name]["nbytes"] == VOLUME
+    code, refused = run("--remove", name)
+    assert code == 1
+    assert "in use" in refused
+    rank.close()
+    assert eventually(lambda: run("--remove", name)[0] == 0)
+    assert not (tmp_path / "ssd1" / "volumes" / name).exists()
+    assert name not in run()[1]
 
 
 def test_a_node_that_encrypts_takes_no_volumes(tmp_path: Path) -> None:

@@ -179,9 +179,7 @@ class VolumeShelf:
                     "and engines take the drive for a new one"
                 ) from error
 
-    def open(
-        self, names: Sequence[bytes | None], nbytes: Sequence[int], model: str
-    ) -> VolumeSet:
+    def open(self, names: Sequence[bytes | None], nbytes: Sequence[int], model: str) -> VolumeSet:
         """Open the volumes of a rank, and make those that are not there.
 
         Args:
@@ -245,9 +243,7 @@ class VolumeShelf:
     def _check_room(self, number: int, name: UUID, nbytes: int) -> None:
         """Check that all volumes of a drive, with this one, have room there."""
         device = self._config.devices[number]
-        others = sum(
-            _size(path) for path in self._directories(number) if path.name != str(name)
-        )
+        others = sum(_size(path) for path in self._directories(number) if path.name != str(name))
         if device.capacity is not None and others + nbytes > device.capacity:
             raise ConfigError(
                 f"drive {device.path} has no room for a volume of {format_size(nbytes)}: others "

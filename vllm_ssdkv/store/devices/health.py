@@ -162,12 +162,21 @@ class DeviceHealth:
             self._returned = [one for one in self._returned if one != device]
             back = self._returning and device not in self._condemned
         self._counters.add("device_lost", 1, device=self.paths[device])
-        logger.error(
-            "ssdkv: device %s is out of use until %s: %s; what lay nowhere else is computed again",
-            self.paths[device],
-            "it is back" if back else "restart",
-            reason,
-        )
+        path = self.paths[device]
+        if back:
+            logger.error(
+                "ssdkv: device %s is out of use until it is back: %s; what lay nowhere else is "
+                "computed again",
+                path,
+                reason,
+            )
+        else:
+            logger.error(
+                "ssdkv: device %s is out of use until restart: %s; what lay nowhere else is "
+                "computed again",
+                path,
+                reason,
+            )
 
     def restore(self, device: int) -> bool:
         """Use a device again that was out of use for it did not answer; False: it was in use, or
