@@ -8,12 +8,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.e2e.engine import Answer, Engine
 from tests.e2e.node_engine import LEASE_S
 from tests.e2e.stock import Stock
 from tests.e2e.workload import SHORT, SMALL_DRAM, kv_tokens
 from tests.node.process import NodeProcess
+from vllm_ssdkv.cli.main import app as cli
 
 WINDOW = 128
 CHUNK = 256
@@ -76,6 +78,9 @@ def test_contexts_on_nodes_give_the_tokens_of_stock(
         assert tokens(here.answers(SHORT)) == wanted
         here.settle()
         assert here.ssdkv("bytes_read") > 0
+    checked = CliRunner().invoke(cli, ["fsck", str(state)])
+    assert checked.exit_code
+    assert "its slots lie on the node" in checked.output
     if count > 1:
         return
     with engine(models["llama"], nodes[:count], state) as again:

@@ -36,7 +36,7 @@ from vllm_ssdkv.store.devices.data_file import claim, read_superblock
 from vllm_ssdkv.store.devices.health import DeviceHealth
 from vllm_ssdkv.store.devices.manifest_copies import CopySpreader
 from vllm_ssdkv.store.devices.manifest_from_superblocks import rebuilt
-from vllm_ssdkv.store.devices.remote_devices import RemoteDevices, RemoteVolume, is_stub
+from vllm_ssdkv.store.devices.remote_devices import RemoteDevices, RemoteVolume, stub_of
 from vllm_ssdkv.store.devices.throughput import ThroughputEstimator
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.journal_record import JOURNAL
@@ -580,7 +580,7 @@ def _find_journal(place: StorePlace, manifest: Manifest) -> None:
     if not lost or (place.config.recover == "strict" and store.journal.exists()):
         return
     set_aside(store.journal)
-    if any(is_stub(Path(device.path)) for device in manifest.devices):
+    if any(stub_of(Path(device.path)) for device in manifest.devices):
         logger.error(
             "ssdkv: %s: what was stored is computed again, since headers of slots on nodes are not "
             "read for it",

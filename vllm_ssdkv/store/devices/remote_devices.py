@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,12 @@ class RemoteDevices(Protocol):
         """Tell of devices that are out of reach, and of those that are back, from now on."""
 
 
-def is_stub(device: Path) -> bool:
-    """Check whether slots of a device lie elsewhere. Blocks on I/O."""
-    return (device / ABOUT).exists() or (device.parent / ABOUT).exists()
+def stub_of(device: Path) -> AboutStub | None:
+    """Where the slots of a device lie, if not in its data files. Blocks on I/O.
+
+    Of data-parallel engines the directory of a device is below the stub.
+    """
+    for place in (device, device.parent):
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            return msgspec.json.decode((place / ABOUT).read_bytes(), type=AboutStub)
+    return None
