@@ -36,7 +36,7 @@ def options(nodes: list[NodeProcess], **more: object) -> dict[str, object]:
     addresses = [node.address for node in nodes]
     return {
         "nodes": addresses,
-        "node_replicas": 2,
+        "replicas": 2,
         "load": "always",
         "verify_hits": 0,
         **more,

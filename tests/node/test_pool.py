@@ -81,10 +81,11 @@ class Engine:
         self.store.tell_weights(b"weights")
         self.store.start(self._copy_in)
         self.links = [
-            NodeLink(p, self.counters, with_bytes=False) for p in self._peers("scheduler")
+            NodeLink(p, self.counters, with_bytes=False, hides=True)
+            for p in self._peers("scheduler")
         ]
         slots = start_links(self.links, patience_s).num_slots
-        members = [RemoteIndex(k, Counters(), num_slots=slots, hides=True) for k in self.links]
+        members = [RemoteIndex(k, Counters(), num_slots=slots) for k in self.links]
         self.index = PooledIndex(members, addresses, self.counters, replicas)
         assert self.index.bind(5.0) == [b"weights"]
         self.hbm: dict[int, bytes] = {}

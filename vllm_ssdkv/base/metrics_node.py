@@ -30,7 +30,7 @@ NODE_METRICS: Final[tuple[Metric, ...]] = (
         "loads",
         "Parts of loads that a second node was asked for: `failed_over`, where the first one had "
         "not brought them, or `hedged`, where it was late; of these `overtaken`, where the second "
-        "was first (nodes, node_replicas).",
+        "was first (nodes, replicas).",
         Label("kind", ("failed_over", "hedged", "overtaken")),
     ),
     counter(

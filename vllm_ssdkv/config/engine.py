@@ -58,7 +58,7 @@ MAX_NODES: Final = 64
 """Addresses that the option ``nodes`` may have."""
 
 _OF_A_STORE: Final = (
-    *("devices", "replicas", "state_dir", "recover", "dram_gib", "admission", "trim"),
+    *("devices", "state_dir", "recover", "dram_gib", "admission", "trim"),
     "encryption",
 )
 """Options of a store, which a node has in place of its engines."""
@@ -203,7 +203,8 @@ class SSDKVConfig(OptionModel):
             description="Copies of each block, on different devices. `2`: what lies on a drive "
             "that dies, and a page that has gone bad, is read from the other copy; half the "
             "capacity, half the write rate, twice the wear. An existing store takes another value "
-            "over bit by bit, as its places are used again."
+            "over bit by bit, as its places are used again. With several `nodes` in mode `reuse`: "
+            "nodes that keep each block."
         ),
         Reason(
             "1: what is lost is computed again, which costs time and never a token. 2 is for those "
@@ -384,14 +385,6 @@ class SSDKVConfig(OptionModel):
         ),
         Reason("Empty: the engine keeps its own store, which needs no other process."),
     ] = ()
-    node_replicas: Annotated[
-        Literal[1, 2],
-        Field(
-            description="Nodes that keep each block, in mode `reuse`. `2`: what lies on a node "
-            "that is gone or late is read from the other one; half the capacity, twice the writes."
-        ),
-        Reason("1: a cache may lose a part of what it holds; it is computed again."),
-    ] = 1
     node_keys: Annotated[
         PathText | None,
         Allowed(PATH_TEXT),
@@ -494,19 +487,18 @@ class SSDKVConfig(OptionModel):
 
     def _node_problems(self) -> Iterator[str]:
         if not self.nodes:
-            for name in ("node_keys", "node_replicas"):
-                if name in self.model_fields_set and getattr(self, name) is not None:
-                    yield f"{name}: has no meaning without nodes: name one there, or leave it out"
+            if self.node_keys is not None:
+                yield "node_keys: has no meaning without nodes: name a node there, or leave it out"
             return
         for node in sorted({node for node in self.nodes if self.nodes.count(node) > 1}):
             yield f"nodes: {node} is given twice; name each node once"
         if self.mode == "page":
             yield from self._page_node_problems()
             return
-        if self.node_replicas > len(self.nodes):
+        if self.replicas > len(self.nodes):
             yield (
-                f"node_replicas: {self.node_replicas} nodes are to keep a block, one is given: "
-                "name another one in nodes, or leave it at 1"
+                f"replicas: {self.replicas} nodes are to keep a block, one is given: name another "
+                "one in nodes, or set replicas in the node, for two of its devices"
             )
         given: list[str] = [name for name in _OF_A_STORE if name in self.model_fields_set]
         given += [f"io.{name}" for name in sorted(self.io.model_fields_set - {"deadline"})]
@@ -515,8 +507,6 @@ class SSDKVConfig(OptionModel):
 
     def _page_node_problems(self) -> Iterator[str]:
         """Problems of a store in page mode whose slots lie on nodes."""
-        if "node_replicas" in self.model_fields_set:
-            yield 'node_replicas: is of mode "reuse"; in mode "page" set replicas'
         if self.devices:
             yield (
                 "devices: the slots lie on the drives of the nodes: leave out devices, or leave "

@@ -152,13 +152,18 @@ def _pooled_index(
     """Index of several nodes; each hides keys under a key of its own."""
     share = ConnectedShare(counters, len(peers))
     links = [
-        NodeLink(peer, counters, with_bytes=False, connected=functools.partial(share.set, node))
+        NodeLink(
+            *(peer, counters),
+            with_bytes=False,
+            connected=functools.partial(share.set, node),
+            hides=True,
+        )
         for node, peer in enumerate(peers)
     ]
     slots = start_links(links).num_slots
     for link in links:
         stack.callback(link.close)
-    members = [RemoteIndex(link, counters, num_slots=slots, hides=True) for link in links]
+    members = [RemoteIndex(link, counters, num_slots=slots) for link in links]
     for member in members:
         stack.callback(member.close)
-    return PooledIndex(members, config.nodes, counters, config.node_replicas)
+    return PooledIndex(members, config.nodes, counters, config.replicas)

@@ -56,6 +56,7 @@ class NodeLink:
         with_bytes: bool,
         opened: Callable[[Session], None] | None = None,
         connected: Callable[[bool], None] | None = None,
+        hides: bool = False,
     ):
         """
         Args:
@@ -67,6 +68,8 @@ class NodeLink:
                 opened it; a NodeError of it ends the session.
             connected: Told whether the node answers, where the engine has several; None: it has
                 this one, and the gauge says it.
+            hides: Whether keys are hidden here, under the node's own key of names; False: they come
+                as the node stores them.
         """
         self.peer = peer
         self._counters, self._with_bytes, self._opened = counters, with_bytes, opened
@@ -75,6 +78,7 @@ class NodeLink:
         self._thread = threading.Thread(target=self._run, name="ssdkv-node-link", daemon=True)
         self._refusal = ""
         self._frames: tuple[int, bool] | None = None
+        self._hides = hides
         self._name_key: bytes | None = None
         self._connected = connected or self._set_gauge
 
@@ -147,9 +151,10 @@ class NodeLink:
     def pack_keys(self, keys: Sequence[bytes]) -> bytes:
         """Keys as this node's store names them, for a message.
 
-        Before the first session nobody knows how: the names are then those of no block.
+        Before the first session nobody knows how they are hidden: the names are then those of no
+        block.
         """
-        if self._name_key == b"":
+        if not self._hides or self._name_key == b"":
             return pack_keys(keys)
         return pack_keys([block_name(self._name_key or b"", key) for key in keys])
 

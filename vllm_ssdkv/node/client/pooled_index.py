@@ -53,7 +53,7 @@ class PooledIndex:
     ):
         """
         Args:
-            members: Index of each node, which hide keys themselves; closed by :meth:`close`.
+            members: Index of each node, whose link hides keys; closed by :meth:`close`.
             names: Of the nodes, the same for all engines.
             counters: Of the scheduler.
             replicas: Nodes that are to keep a block.

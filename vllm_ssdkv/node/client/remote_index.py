@@ -40,7 +40,6 @@ from vllm_ssdkv.node.protocol.messages import (
     Touch,
     Unpin,
     pack,
-    pack_keys,
     unpack,
 )
 from vllm_ssdkv.store.block_index import Seconds
@@ -83,16 +82,12 @@ class RemoteIndex:
     node_replicas = 1
     """Of the protocol ``BlockIndex``."""
 
-    def __init__(
-        self, link: NodeLink, counters: Counters, *, num_slots: int = 0, hides: bool = False
-    ):
+    def __init__(self, link: NodeLink, counters: Counters, *, num_slots: int = 0):
         """
         Args:
             link: Was started; it is closed by :meth:`close`.
             counters: Of the scheduler.
             num_slots: Slots that the node is taken to have if it does not answer yet.
-            hides: Whether keys are hidden here, under the node's own key of names; False: they come
-                as the node stores them.
 
         Raises:
             StoreError: the node is gone, and ``num_slots`` does not say how many it has.
@@ -100,7 +95,7 @@ class RemoteIndex:
         session = link.session
         if session is None and not num_slots:
             raise StoreError(f"the node {link.peer.address} is gone")
-        self._link, self._metrics, self._hides = link, counters, hides
+        self._link, self._metrics = link, counters
         self._session: Session | None = session
         self.num_slots = num_slots if session is None else session.welcome.num_slots
         self.counters: Mapping[str, int] = Counter()
@@ -175,10 +170,6 @@ class RemoteIndex:
                 )
             return None
 
-    def _packed(self, keys: Sequence[bytes]) -> bytes:
-        """Keys as a message has them: hidden, where this side hides them."""
-        return self._link.pack_keys(keys) if self._hides else pack_keys(keys)
-
     def _tell(self, message: Message) -> None:
         session = self._current()
         if session is not None:
@@ -229,7 +220,7 @@ class RemoteIndex:
             return np.array(known[:end], dtype=np.int64)
         found = [_NO_SLOTS]
         for part in parts(keys):
-            told = self._call(Lookup(self._packed(part)), Slots)
+            told = self._call(Lookup(self._link.pack_keys(part)), Slots)
             if told is None:
                 break
             found.append(self._usable(part, told))
@@ -272,7 +263,7 @@ class RemoteIndex:
     def look_for_others(self, chain: int, keys: Sequence[bytes], *, over: bool) -> Slots | None:
         """Look up blocks that a request is to compute unless others do, or in any case if its
         waiting is ``over``; None: the node is gone."""
-        return self._call(Lookup(self._packed(keys), chain, over), Slots)
+        return self._call(Lookup(self._link.pack_keys(keys), chain, over), Slots)
 
     def leave(self, chain: int) -> None:
         """The request with this number computes nothing more. Does not wait."""
@@ -284,7 +275,7 @@ class RemoteIndex:
 
     def ask_each(self, keys: Sequence[bytes]) -> PendingCall[Slots] | None:
         """Ask which of up to ``MAX_ENTRIES`` keys are stored; :meth:`found_each` must follow."""
-        return self._ask(Find(self._packed(keys)), Slots) if self.connected else None
+        return self._ask(Find(self._link.pack_keys(keys)), Slots) if self.connected else None
 
     def found_each(self, count: int, call: PendingCall[Slots] | None) -> I64:
         """Slot of each of ``count`` keys, -1 where it is not stored; int64, [n]."""
@@ -328,7 +319,7 @@ class RemoteIndex:
         if end <= first:
             return first
         begin = max(first, end - MAX_ENTRIES)
-        message = Last(self._packed(keys[begin:end]), begin, end, list(tags))
+        message = Last(self._link.pack_keys(keys[begin:end]), begin, end, list(tags))
         told = self._call(message, Position)
         if told is None or not begin < told.position <= end:
             return first
@@ -373,7 +364,7 @@ class RemoteIndex:
     def touch_chain(self, keys: Sequence[bytes]) -> None:
         """Mark what is stored of a chain, head first, as just used. Does not wait."""
         for part in parts(keys):
-            self._tell(Touch(self._packed(part)))
+            self._tell(Touch(self._link.pack_keys(part)))
 
     def pin(self, slots: I64) -> None:
         """Keep slots from eviction, those that still hold what was found. Does not wait."""
@@ -412,7 +403,7 @@ class RemoteIndex:
 
     def ask_claim(self, keys: Sequence[bytes], *, again: bool) -> PendingCall[Claimed] | None:
         """Claim up to ``MAX_ENTRIES`` keys; :meth:`claimed` must follow."""
-        return self._ask(Claim(self._packed(keys), first=not again), Claimed)
+        return self._ask(Claim(self._link.pack_keys(keys), first=not again), Claimed)
 
     def claimed(self, count: int, call: PendingCall[Claimed] | None) -> I64:
         """Slot of each of ``count`` keys, or why there is none; int64, [n]."""

@@ -42,7 +42,6 @@ from vllm_ssdkv.node.protocol.messages import (
     WriteFailed,
     Written,
     pack,
-    pack_keys,
     unpack,
 )
 from vllm_ssdkv.node.protocol.shared_memory import map_shared
@@ -210,13 +209,15 @@ class RemoteStore:
             deadline_s: For which a load or a save may stand still.
             ended: Told of each load that has ended, from any thread, in place of
                 :meth:`take_load_outcomes`.
-            connected: See :class:`NodeLink`.
-            hides: Whether keys are hidden here, as in :class:`RemoteIndex`.
+            connected, hides: See :class:`NodeLink`.
         """
         self.link = NodeLink(
-            peer, counters, with_bytes=True, opened=self._opened, connected=connected
+            *(peer, counters),
+            with_bytes=True,
+            opened=self._opened,
+            connected=connected,
+            hides=hides,
         )
-        self._hides = hides
         self._counters, self._deadline_s = counters, deadline_s
         self._block_tokens = block_tokens
         self._weights = b""
@@ -403,7 +404,7 @@ class RemoteStore:
         shared = memory.channel.is_unix
         frame_bytes = memory.session.welcome.frame_bytes
         offsets = places.astype(np.int64) * frame_bytes if shared else _NO_OFFSETS
-        message = Save(pack(slots), pack(epochs), self._packed(keys), pack(offsets), bound)
+        message = Save(pack(slots), pack(epochs), self.link.pack_keys(keys), pack(offsets), bound)
         payload = () if shared else memory.region.frames.views(places)
         self._send(memory, message, number, payload)
 
@@ -416,10 +417,6 @@ class RemoteStore:
             memory.channel.send(message, payload, call_id=number, timeout=timeout)
         except NodeError:
             memory.session.end()
-
-    def _packed(self, keys: Sequence[bytes]) -> bytes:
-        """Keys as a message has them."""
-        return self.link.pack_keys(keys) if self._hides else pack_keys(keys)
 
     def _fail(self, slots: I64, epochs: I64) -> None:
         for pair in zip(slots.tolist(), epochs.tolist(), strict=True):
@@ -467,7 +464,7 @@ class RemoteStore:
             as_name(job.request_id),
             pack(job.slots),
             pack(job.epochs),
-            self._packed(job.keys),
+            self.link.pack_keys(job.keys),
             pack(job.block_ids),
             len(job.slots) if job.chain is None else job.chain,
             job.behind,
