@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from tests.node.process import NodeProcess
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SelectorName
 from vllm_ssdkv.config.offload import OffloadConfig
+from vllm_ssdkv.offload.node import NodeOffloader
 from vllm_ssdkv.profiling.decode_harness.decoder import PagedDecoder
 from vllm_ssdkv.profiling.decode_harness.models import make_model, small_config
 from vllm_ssdkv.profiling.decode_harness.tokens import (
@@ -75,11 +77,10 @@ def decoded(
 ) -> Decoded:
     """Decode both prompts together; ``between`` is called before each step."""
     model: Any = make_model(small_config("llama", head_size=HEAD_SIZE), CPU, torch.float32)
-    update: dict[str, object] = dict(options)
+    update: dict[str, object] = {"dram_gib": LITTLE_DRAM, **options}
     if nodes:
         update["nodes"] = tuple(node.address for node in nodes)
         update["offload"] = OffloadConfig(kind="node")
-    update["dram_gib"] = LITTLE_DRAM if selector == "exact" else LITTLE_DRAM + 3 / 1024
     config = config_of(selector, budget=0.25).model_copy(update=update)
     names, tokens, seen = ["a", "b"], [], []
     with PagedDecoder(model, config, ROOM, directory) as decoder:
@@ -124,3 +125,57 @@ def test_the_same_comes_out(
     assert there.counters.total("offload_tickets") > 0
     for cause in ("error", "answer", "deadline"):
         assert there.counters.total("offload_failures", cause=cause) == 0
+
+
+@pytest.mark.parametrize("selector", ["exact", "bounds"])
+def test_a_node_that_dies_costs_nothing_where_there_are_copies(
+    selector: SelectorName,
+    without_nodes: Callable[[SelectorName], Decoded],
+    nodes: list[NodeProcess],
+    tmp_path: Path,
+) -> None:
+    def between(step: int, decoder: PagedDecoder) -> None:
+        if step == 4:
+            nodes[1].kill()
+        elif step == 12:
+            nodes[1].start()
+        elif step == 13:  # it is back, and attends again
+            offloader = decoder.worker.offloader
+            assert isinstance(offloader, NodeOffloader)
+            wait_until(lambda: offloader.nodes_in_use == len(nodes))
+
+    there = decoded(tmp_path / "state", selector, nodes, between, replicas=2)
+    assert there.tokens == without_nodes(selector).tokens
+    assert there.counters.total("offload_failures", cause="error") > 0
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_wrong_pages_are_read_from_the_other_copy(
+    without_nodes: Callable[[SelectorName], Decoded], nodes: list[NodeProcess], tmp_path: Path
+) -> None:
+    def between(step: int, decoder: PagedDecoder) -> None:
+        if step == 0:
+            for path in (nodes[0].root / "ssd" / "volumes").rglob("*"):
+                if path.is_file() and path.stat().st_size > 1 << 20:
+                    garble(path)
+
+    there = decoded(tmp_path / "state", "exact", nodes, between, replicas=2)
+    assert there.tokens == without_nodes("exact").tokens
+    assert there.counters.total("offload_failures", cause="answer") > 0
+
+
+def garble(path: Path) -> None:
+    """Flip a byte of every page that has been written."""
+    with path.open("r+b") as file:
+        for at in range(0, min(path.stat().st_size, 4 << 20), 4096):
+            file.seek(at)
+            page = file.read(16)
+            if any(page):
+                file.seek(at)
+                file.write(bytes([page[0] ^ 0xFF]))

@@ -229,10 +229,14 @@ class NodeOffloader:
         self._told_in_use = -1
 
     @property
+    def nodes_in_use(self) -> int:
+        """Number of nodes that are to be had."""
+        return sum(wire is not None for wire in self._wires.current())
+
+    @property
     def in_use(self) -> bool:
         """Check whether any node is to be had."""
-        wires = self._wires.current()
-        here = sum(wire is not None for wire in wires)
+        here = self.nodes_in_use
         if here != self._told_in_use:
             self._told_in_use = here
             self._counters.set("offload_in_use", here)
