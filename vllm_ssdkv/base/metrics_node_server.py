@@ -12,7 +12,7 @@ from vllm_ssdkv.base.metric import Label, Metric, counter, gauge
 CALLS: Final = (
     *("Bind", "Lookup", "Find", "Last", "Claim", "Touch", "Pin", "Unpin", "Drop", "ForgetAll"),
     *("AskGauges", "TellWeights", "Save", "Load", "Discard", "AskStatus"),
-    *("AskDrives", "AskVolumes", "OpenVolumes", "Move", "RemoveVolume", "Attend"),
+    *("AskDrives", "AskVolumes", "OpenVolumes", "MoveBytes", "RemoveVolume", "Attend"),
 )
 """Names of calls, for a label."""
 

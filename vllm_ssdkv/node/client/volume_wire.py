@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv.base.errors import NodeError, ProtocolError
 from vllm_ssdkv.node.client.session import Session
 from vllm_ssdkv.node.protocol.channel import Channel, Frame
-from vllm_ssdkv.node.protocol.messages import Move, Moved, pack, unpack
+from vllm_ssdkv.node.protocol.messages import MoveBytes, Moved, pack, unpack
 from vllm_ssdkv.store.io.engines.protocol import Op
 
 logger = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ class VolumeWire:
 
     def _send(self, number: int, part: WirePart) -> None:
         payload = list(self._views(part)) if part.op is Op.WRITE else []
-        message = Move(part.drive, part.op is Op.WRITE, pack(part.offsets), pack(part.lengths))
+        message = MoveBytes(part.drive, part.op is Op.WRITE, pack(part.offsets), pack(part.lengths))
         self._channel.send(message, payload, call_id=number, timeout=SEND_S)
 
     def _views(self, part: WirePart, lengths: I64 | None = None) -> list[memoryview]:

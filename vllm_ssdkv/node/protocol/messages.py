@@ -577,7 +577,7 @@ class VolumesOpened(Message, frozen=True):
     window: Count
 
 
-class Move(Message, frozen=True):
+class MoveBytes(Message, frozen=True):
     """Read or write stretches of one volume; answered by :class:`Moved`, in any order.
 
     The payload of a write has the bytes of all stretches, one behind the other.
@@ -679,14 +679,22 @@ class Forget(Message, frozen=True):
     rows: Numbers
 
 
+MAX_STATES: Final = 12 << 20
+"""Bytes of queries in one call, and of states in its answer. They are in the bodies: whoever waits
+for credit would have to receive meanwhile."""
+
+States: TypeAlias = Annotated[bytes, Meta(max_length=MAX_STATES)]
+
+
 class Attend(Message, frozen=True):
-    """Attend to contexts; answered by :class:`Attended`. The payload is the queries [T, Hq, D].
+    """Attend to contexts; answered by :class:`Attended`.
 
     Attributes:
         layer: From 0.
         scale: Of the logits.
         rows: Rows that attend.
-        counts: Queries of each row, in the order of the payload; empty: one each.
+        query: [T, Hq, D].
+        counts: Queries of each row, in their order; empty: one each.
         selection: A bit for each page of the rows' blocks in this layer that is here: row, block,
             KV head, group; empty: all are attended to.
         masks: Of pages that were selected, in the same order, a bit for each token to attend to;
@@ -697,6 +705,7 @@ class Attend(Message, frozen=True):
     layer: Annotated[int, Meta(ge=0, lt=1 << 16)]
     scale: Annotated[float, Meta(ge=-1e6, le=1e6)]
     rows: Numbers
+    query: States
     counts: Numbers = b""
     selection: Places = b""
     masks: Places = b""
@@ -704,14 +713,16 @@ class Attend(Message, frozen=True):
 
 
 class Attended(Message, frozen=True):
-    """Partial states of all queries: the payload is acc [T, Hq, D], m and l [T, Hq], fp32.
+    """Partial states of all queries.
 
     Attributes:
+        states: acc [T, Hq, D], m and l [T, Hq], fp32.
         slots, pages: Slot and number in it of pages that are wrong or unreadable here, and were not
             attended to; without a selection all pages of that KV head, block and layer.
-        seconds: For which reads were waited for, and in which pages were attended to.
+        wait_s, attend_s: For which reads were waited for, and in which pages were attended to.
     """
 
+    states: States
     slots: Numbers
     pages: Numbers
     wait_s: Seconds
@@ -761,7 +772,7 @@ KINDS: Final[dict[int, type[Message]]] = {
     73: Volumes,
     74: OpenVolumes,
     75: VolumesOpened,
-    76: Move,
+    76: MoveBytes,
     77: Moved,
     78: RemoveVolume,
     80: AttendShape,

@@ -12,7 +12,6 @@ from vllm_ssdkv.node.server.hosted_store import HostedStore
 from vllm_ssdkv.node.server.leases import Lease
 from vllm_ssdkv.node.server.volumes import VolumeSet
 
-
 _LOOK_S = 0.2
 """Pause between looks whether a session has ended, in seconds."""
 

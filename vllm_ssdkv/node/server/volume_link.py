@@ -18,7 +18,7 @@ from vllm_ssdkv.base.errors import NodeError, ProtocolError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.node import NodeConfig
 from vllm_ssdkv.node.protocol.channel import Channel, Frame
-from vllm_ssdkv.node.protocol.messages import Move, Moved, pack, unpack
+from vllm_ssdkv.node.protocol.messages import MoveBytes, Moved, pack, unpack
 from vllm_ssdkv.node.server.volumes import VolumeSet
 from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN
 from vllm_ssdkv.store.io.engines.protocol import PENDING, Batch, Op
@@ -81,9 +81,7 @@ class _Lane:
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self.dead = False
-        self._thread = threading.Thread(
-            target=self._run, name=f"ssdkv-volume-{drive}", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, name=f"ssdkv-volume-{drive}", daemon=True)
         self._thread.start()
 
     def reserve(self, nbytes: int) -> int:
@@ -207,12 +205,12 @@ class VolumeLink:
         while True:
             frame = self._channel.receive(None)
             message = frame.message
-            if not isinstance(message, Move) or frame.is_answer or frame.descriptors:
+            if not isinstance(message, MoveBytes) or frame.is_answer or frame.descriptors:
                 raise ProtocolError("order", "what came on a connection for bytes moves none")
-            count("Move")
+            count("MoveBytes")
             self._take(frame, message)
 
-    def _take(self, frame: Frame, message: Move) -> None:
+    def _take(self, frame: Frame, message: MoveBytes) -> None:
         offsets, lengths = unpack(message.offsets), unpack(message.lengths)
         nbytes = self._check(frame, message, offsets, lengths)
         lane = self._lanes[message.drive]
@@ -227,7 +225,7 @@ class VolumeLink:
         self._counters.add("node_bytes", nbytes, direction=direction)
         lane.put(_Job(frame.call_id, begin, nbytes, lengths, message.write, batch))
 
-    def _check(self, frame: Frame, message: Move, offsets: I64, lengths: I64) -> int:
+    def _check(self, frame: Frame, message: MoveBytes, offsets: I64, lengths: I64) -> int:
         """Check a frame; the bytes that it is about.
 
         Raises:
@@ -250,7 +248,7 @@ class VolumeLink:
             raise ProtocolError("body", f"{frame.payload_bytes} bytes came with {nbytes} to write")
         return nbytes
 
-    def _submit(self, message: Move, offsets: I64, lengths: I64, begin: int) -> Batch:
+    def _submit(self, message: MoveBytes, offsets: I64, lengths: I64, begin: int) -> Batch:
         at = begin + np.cumsum(lengths) - lengths
         return self._engine.submit(
             Op.WRITE if message.write else Op.READ,

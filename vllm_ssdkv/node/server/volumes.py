@@ -47,7 +47,7 @@ _LOCK_S: Final = 2.0
 
 
 class _About(msgspec.Struct, frozen=True):
-    """What a volume says of itself, for people."""
+    """Content of :data:`_ABOUT`, for people."""
 
     model: str
 

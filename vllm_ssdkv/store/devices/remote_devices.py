@@ -73,7 +73,7 @@ class RemoteDevices(Protocol):
 
 
 def stub_of(device: Path) -> AboutStub | None:
-    """Where the slots of a device lie, if not in its data files. Blocks on I/O.
+    """Place of the slots of a device, where it is not in its data files. Blocks on I/O.
 
     Of data-parallel engines the directory of a device is below the stub.
     """
