@@ -44,7 +44,7 @@ from vllm_ssdkv.store.format.superblock import data_file_path
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE_TOKENS = 32, 8, 128, 16
 PAGE_BYTES: Final = 2 * PAGE_TOKENS * HEAD_SIZE * 2
-DRIVE_BYTES: Final = 256 << 20
+DRIVE_BYTES: Final = 1 << 30
 DEADLINE_S: Final = 60.0
 
 
@@ -136,9 +136,7 @@ class Attending:
         session = self._link.session
         if session is None:
             raise RuntimeError("the node is gone")
-        shape = AttendShape(
-            layers, KV_HEADS, 1, PAGE_TOKENS, HEADS, HEAD_SIZE, "float16", blocks
-        )
+        shape = AttendShape(layers, KV_HEADS, 1, PAGE_TOKENS, HEADS, HEAD_SIZE, "float16", blocks)
         self.wire = AttentionWire.open(session, shape, DEADLINE_S)
         slots = np.arange(blocks, dtype=np.int64)
         places = first.astype(np.int64).reshape(blocks, pages)
@@ -148,8 +146,8 @@ class Attending:
 
     def send(self, layer: int, query: NDArray[np.float16], following: int = -1) -> int:
         """Hand in queries; the number of the call."""
-        message = Attend(layer, HEAD_SIZE**-0.5, self._rows, following=following)
-        return self.wire.send(message, query.reshape(-1).view(np.uint8).data, DEADLINE_S)
+        message = Attend(layer, HEAD_SIZE**-0.5, self._rows, query.tobytes(), following=following)
+        return self.wire.send(message, DEADLINE_S)
 
     def take(self, call: int) -> None:
         """Wait for an answer.
@@ -157,7 +155,7 @@ class Attending:
         Raises:
             RuntimeError: pages are wrong.
         """
-        answer, _ = self.wire.receive(call, time.monotonic() + DEADLINE_S)
+        answer = self.wire.receive(call, time.monotonic() + DEADLINE_S)
         if answer.slots:
             raise RuntimeError("pages were not attended to")
 
@@ -199,7 +197,7 @@ def measure_traffic(scratch: Path, lengths: Sequence[int], rounds: int, result: 
     """Count bytes through a relay, in calls of one token and layer."""
     query = np.random.default_rng(2).standard_normal((1, HEADS, HEAD_SIZE)).astype(np.float16)
     formula = 2 * HEADS * HEAD_SIZE + HEADS * (4 * HEAD_SIZE + 8)
-    with node(scratch, "traffic", attend_gib=0.5) as (started, device):
+    with node(scratch, "traffic", attend_gib=0.6) as (started, device):
         for tokens in lengths:
             relay = Relay(started.addresses["tcp"])
             blocks = tokens // PAGE_TOKENS
@@ -286,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         measure_calls(place, options.calls, result)
         measure_traffic(place, options.tokens, 20, result)
         measure_nodes(place, options.nodes, options.bandwidth, options.rounds, result)
-    print(report(result))  # noqa: T201
+    print(report(result))
     if options.json is not None:
         options.json.write_text(json.dumps(asdict(result), indent=2) + "\n")
 

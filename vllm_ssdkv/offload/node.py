@@ -29,7 +29,7 @@ from vllm_ssdkv.kernels.paged import select_page_kernels
 from vllm_ssdkv.kernels.step_clock import ATTEND, MERGE, WAIT, StepClock
 from vllm_ssdkv.node.client.attention import AttentionWire
 from vllm_ssdkv.node.client.node_drives import NodeDrives
-from vllm_ssdkv.node.protocol.messages import Attend, AttendShape, pack, unpack
+from vllm_ssdkv.node.protocol.messages import MAX_STATES, Attend, AttendShape, pack, unpack
 from vllm_ssdkv.offload.node_blocks import HERE, NodeBlocks, NodePart, RowBlocks, failing
 from vllm_ssdkv.offload.protocol import ContextWork
 from vllm_ssdkv.store.tiered_store import TieredStore
@@ -242,9 +242,11 @@ class NodeOffloader:
             self._counters.set("offload_in_use", here)
         return here > 0
 
-    def locate(
-        self, slots: I64, row: NDArray[np.signedinteger], names: Sequence[str]
-    ) -> RowBlocks:
+    def takes(self, tokens: int) -> bool:
+        """Check whether so many queries fit into one call, and their states into its answer."""
+        return tokens * self._heads * (self._layout.head_size + 2) * 4 <= MAX_STATES
+
+    def locate(self, slots: I64, row: NDArray[np.signedinteger], names: Sequence[str]) -> RowBlocks:
         """Nodes of blocks without a frame, row after row; see :meth:`NodeBlocks.locate`."""
         while True:
             wires = self._wires.current()
@@ -258,23 +260,21 @@ class NodeOffloader:
         node: int,
         part: NodePart,
         message: Attend,
-        query: torch.Tensor,
         tokens: torch.Tensor | None,
     ) -> _Call | None:
-        """Call a node; ``query`` [t, Hq, D] on the host. None: it is out of reach."""
+        """Call a node about these query ``tokens``, or all. None: it is out of reach."""
         wire = self._wires.current()[node]
         if wire is None:
             return None
         gains = self._now.gains
         try:
-            data = query.contiguous().view(torch.uint8).numpy().reshape(-1).data
-            number = wire.send(message, data, self._deadline_s)
+            number = wire.send(message, self._deadline_s)
         except NodeError as error:
             self._fail(node, wire, error)
             return None
         self._now.contexts = True
         gains[0] += 1
-        gains[1] += data.nbytes
+        gains[1] += len(message.query)
         gains[2] += len(message.selection) + len(message.masks)
         return _Call(node, wire, number, part, tokens)
 
@@ -284,9 +284,8 @@ class NodeOffloader:
         heads, size = self._heads, self._layout.head_size
         try:
             with failing(call.node):
-                answer, found = call.wire.receive(
-                    call.number, time.monotonic() + self._deadline_s
-                )
+                answer = call.wire.receive(call.number, time.monotonic() + self._deadline_s)
+                found = np.frombuffer(answer.states, dtype="<f4").copy()
                 if len(found) != tokens * heads * (size + 2):
                     raise NodeError("a node has answered for other queries")
                 slots, numbers = unpack(answer.slots), unpack(answer.pages)
@@ -438,11 +437,11 @@ class NodeContext:
                 streamed.layer,
                 scale,
                 part.packed,
+                _bytes(host if index is None else host[index]),
                 b"" if (counts == 1).all() else pack(counts),
                 following=self.following,
             )
-            mine = host if index is None else host[index]
-            call = offloader.call(node, part, message, mine, index)
+            call = offloader.call(node, part, message, index)
             if call is not None:
                 self._calls.append(call)
         offloader.count_here(time.perf_counter() - began)
@@ -535,6 +534,11 @@ class NodeContext:
             clock.lap(MERGE)
 
 
+def _bytes(query: torch.Tensor) -> bytes:
+    """Queries on the host, as a message has them."""
+    return query.contiguous().view(torch.uint8).numpy().tobytes()
+
+
 def _tokens(begin: I64, counts: I64) -> I64:
     """Query tokens of rows, one behind the other."""
     edges = np.cumsum(counts) - counts
@@ -616,8 +620,8 @@ def _call_chosen(
         pages.layer,
         work.scale,
         pack(part.numbers[alive]),
+        _bytes(host if index is None else host[index]),
         selection=np.packbits(bits >= 0).tobytes(),
         masks=masks,
     )
-    query = host if index is None else host[index]
-    return rows.offloader.call(node, part, message, query, index)
+    return rows.offloader.call(node, part, message, index)

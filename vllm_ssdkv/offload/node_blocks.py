@@ -246,9 +246,7 @@ class NodeBlocks:
         device = np.full((len(slots), pages), -1, dtype=np.int64)
         offset = np.zeros_like(device)
         device[first.slot_index[piece], number] = chosen[0][piece]
-        offset[first.slot_index[piece], number] = (
-            chosen[1][piece] + skipped[piece] + within * page
-        )
+        offset[first.slot_index[piece], number] = chosen[1][piece] + skipped[piece] + within * page
         return device, offset
 
     def _tell_rows(

@@ -85,6 +85,8 @@ class PagedStep:
         self._nodes: NodeRows | None = None
         """Rows whose contexts nodes attend to."""
         if isinstance(offloader, NodeOffloader) and self._offloads:
+            self._offloads = offloader.takes(sum(row.tokens for row in self._rows))
+        if isinstance(offloader, NodeOffloader) and self._offloads:
             self._nodes = NodeRows(offloader, [row.request_id for row in self._rows])
             guesses = None
         self._lost = False

@@ -27,9 +27,6 @@ from vllm_ssdkv.node.protocol.messages import (
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
 
-CREDIT_BYTES: Final = 256 << 20
-"""Payload that the node may send before it gets credit again, which it does at half."""
-
 _TOLD_BYTES: Final = 4 << 20
 """Places in one message, at most."""
 
@@ -41,16 +38,15 @@ class AttentionWire:
 
     Example:
         wire = AttentionWire.open(session, shape, timeout=3.0)
-        call = wire.send(Attend(0, 0.1, pack([1])), query)
-        answer, states = wire.receive(call, count, deadline)
+        call = wire.send(Attend(0, 0.1, pack([1]), query), timeout=3.0)
+        answer = wire.receive(call, deadline)
     """
 
     def __init__(self, channel: Channel, shape: AttendShape):
         """``channel``: after the hellos; it is closed with this."""
         self._channel, self._shape = channel, shape
         self._number = 0
-        self._waiting: dict[int, tuple[Attended, NDArray[np.float32]]] = {}
-        self._taken = 0
+        self._waiting: dict[int, Attended] = {}
         self._over = False
 
     @classmethod
@@ -63,7 +59,6 @@ class AttentionWire:
         channel = session.open_attention(timeout)
         wire = cls(channel, shape)
         try:
-            channel.grant(CREDIT_BYTES)
             channel.send(shape, call_id=1, timeout=timeout)
             frame = channel.receive(timeout)
             if frame.message is None:
@@ -116,18 +111,18 @@ class AttentionWire:
             part = slots[first : first + MAX_ENTRIES]
             self._channel.send(Forget(pack(part), pack(rows if not first else [])), timeout=timeout)
 
-    def send(self, message: Attend, query: memoryview, timeout: float) -> int:
+    def send(self, message: Attend, timeout: float) -> int:
         """Call; returns the number of the call.
 
         Raises:
             NodeError: the connection is over.
         """
         self._number += 1
-        self._channel.send(message, [query], call_id=self._number, timeout=timeout)
+        self._channel.send(message, call_id=self._number, timeout=timeout)
         return self._number
 
-    def receive(self, call: int, deadline: float) -> tuple[Attended, NDArray[np.float32]]:
-        """Answer to a call: what was missed, and acc, m and l one behind the other.
+    def receive(self, call: int, deadline: float) -> Attended:
+        """Answer to a call.
 
         Args:
             call: Its number.
@@ -138,17 +133,12 @@ class AttentionWire:
         """
         while call not in self._waiting:
             frame = self._channel.receive(max(0.001, deadline - time.monotonic()))
-            if not isinstance(frame.message, Attended) or not frame.is_answer:
+            message = frame.message
+            if not isinstance(message, Attended) or not frame.is_answer or frame.payload_bytes:
                 raise ProtocolError(
                     "answer", f"{self._channel.peer}: {frame.error or 'not an answer'}"
                 )
-            state = np.empty(frame.payload_bytes // 4, dtype=np.float32)
-            self._channel.receive_payload([state.data], max(0.001, deadline - time.monotonic()))
-            self._waiting[frame.call_id] = frame.message, state
-            self._taken += frame.payload_bytes
-        if self._taken >= CREDIT_BYTES // 2:
-            self._channel.grant(self._taken)
-            self._taken = 0
+            self._waiting[frame.call_id] = message
         return self._waiting.pop(call)
 
     def abort(self) -> None:

@@ -22,6 +22,7 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.node import NodeConfig
 from vllm_ssdkv.node.protocol.channel import Channel, Frame
 from vllm_ssdkv.node.protocol.messages import (
+    MAX_STATES,
     Attend,
     Attended,
     AttendShape,
@@ -38,9 +39,6 @@ from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
-
-CREDIT_BYTES: Final = 256 << 20
-"""Payload that each side may send before the other gives credit again, which it does at half."""
 
 _FAR: Final = 1 << 40
 """Position of queries: contexts are before them as a whole."""
@@ -99,7 +97,7 @@ class NodeAttention:
     Example:
         attention = NodeAttention(shape, volumes, nbytes=1 << 30, threads=8, deadline_s=5.0)
         attention.tell_blocks(message)
-        answer, states = attention.attend(Attend(0, 0.1, pack([1])), query)
+        answer = attention.attend(Attend(0, 0.1, pack([1]), query))
     """
 
     def __init__(
@@ -123,9 +121,7 @@ class NodeAttention:
         item = _ITEM_BYTES[shape.dtype]
         payload = 2 * shape.page_tokens * shape.head_size * item
         try:
-            geometry = SlotGeometry(
-                "paged", shape.layers, shape.kv_heads, shape.groups, payload
-            )
+            geometry = SlotGeometry("paged", shape.layers, shape.kv_heads, shape.groups, payload)
         except ValueError as error:
             raise ProtocolError("body", str(error)) from error
         self._geometry = geometry
@@ -183,20 +179,18 @@ class NodeAttention:
 
     # ---- attending ----
 
-    def attend(
-        self, message: Attend, query: NDArray[np.uint8]
-    ) -> tuple[Attended, NDArray[np.float32]]:
-        """Answer to a call, and its payload. Blocks for reads.
-
-        Args:
-            message: The call.
-            query: Its payload, [T * Hq * D * bytes of an element].
+    def attend(self, message: Attend) -> Attended:
+        """Answer to a call. Blocks for reads.
 
         Raises:
             ProtocolError: the call does not fit what was told.
         """
-        shape = self._shape
+        shape, query = self._shape, np.frombuffer(message.query, dtype=np.uint8)
         count = len(query) // self._query_bytes
+        if len(query) != count * self._query_bytes:
+            raise ProtocolError("body", "queries of another shape came")
+        if count * shape.query_heads * (shape.head_size + 2) * 4 > MAX_STATES:
+            raise ProtocolError("body", f"{count} queries came at once")
         queries = _Queries.of(query, count, shape.query_heads, shape.head_size)
         if message.layer >= shape.layers or message.following >= shape.layers:
             raise ProtocolError("body", f"a layer of {shape.layers} is asked for")
@@ -225,13 +219,13 @@ class NodeAttention:
             finally:
                 self._pages.release(mine)
         slots, pages = _distinct(missed, self._geometry.kv_pages)
-        answer = Attended(
+        return Attended(
+            queries.state.tobytes(),
             pack(slots),
             pack(pages),
             self._pages.wait_s - waited,
             self._attend_s - attended,
         )
-        return answer, queries.state
 
     def _begin(self, turn: _Turn) -> Fetch:
         """Start to read a turn's pages, unless that was done ahead."""
@@ -271,7 +265,9 @@ class NodeAttention:
         began = time.perf_counter()
         shape = self._shape
         size, heads = queries.count * shape.query_heads, shape.query_heads
-        acc, m, total = np.split(queries.state, [size * shape.head_size, size * (shape.head_size + 1)])
+        acc, m, total = np.split(
+            queries.state, [size * shape.head_size, size * (shape.head_size + 1)]
+        )
         _kernels.attend_pages(
             queries.data.ctypes.data,
             self._code,
@@ -413,9 +409,7 @@ class NodeAttention:
         return self._pages.close()
 
 
-def _per_query(
-    part: I64 | slice, edges: I64, counts: I64 | None, heads: int
-) -> tuple[I32, I32]:
+def _per_query(part: I64 | slice, edges: I64, counts: I64 | None, heads: int) -> tuple[I32, I32]:
     """Begin and end of each query's lists in a part of the entries."""
     if not isinstance(part, slice):
         edges = np.searchsorted(part, edges)
@@ -451,8 +445,6 @@ class AttentionLink:
         self._channel, self._volumes = channel, volumes
         self._config, self._counters = config, counters
         self._attention: NodeAttention | None = None
-        self._query = np.zeros(0, dtype=np.uint8)
-        self._taken = 0
 
     def serve(self, count: Callable[[str], None]) -> None:
         """Receive until the connection ends; ``count`` hears the name of each message.
@@ -460,7 +452,6 @@ class AttentionLink:
         Raises:
             NodeError: why it ended.
         """
-        self._channel.grant(CREDIT_BYTES)
         try:
             while True:
                 frame = self._channel.receive(None)
@@ -472,7 +463,9 @@ class AttentionLink:
 
     def _handle(self, frame: Frame) -> None:
         message, attention = frame.message, self._attention
-        if isinstance(message, AttendShape) and attention is None and not frame.payload_bytes:
+        if frame.payload_bytes or frame.descriptors:
+            raise ProtocolError("order", f"a payload came with a {type(message).__name__}")
+        if isinstance(message, AttendShape) and attention is None:
             self._begin(message)
             self._channel.send(
                 Done(), call_id=frame.call_id, answer=True, timeout=self._config.lease
@@ -480,9 +473,7 @@ class AttentionLink:
         elif attention is None:
             raise ProtocolError("order", "a connection for attention begins with a shape")
         elif isinstance(message, Attend):
-            self._attend(attention, message, frame)
-        elif frame.payload_bytes:
-            raise ProtocolError("order", f"a payload came with a {type(message).__name__}")
+            self._attend(attention, message, frame.call_id)
         elif isinstance(message, TellBlocks):
             attention.tell_blocks(message)
         elif isinstance(message, TellRow):
@@ -507,19 +498,8 @@ class AttentionLink:
         except SSDKVError as error:
             raise ProtocolError("store", str(error)) from error
 
-    def _attend(self, attention: NodeAttention, message: Attend, frame: Frame) -> None:
-        nbytes, lease_s = frame.payload_bytes, self._config.lease
-        if nbytes > len(self._query):
-            self._query = np.zeros(nbytes, dtype=np.uint8)
-        query = self._query[:nbytes]
-        self._channel.receive_payload([query.data], lease_s)
+    def _attend(self, attention: NodeAttention, message: Attend, call_id: int) -> None:
         before = attention.nbytes
-        answer, state = attention.attend(message, query)
-        self._channel.send(
-            answer, [state.data], call_id=frame.call_id, answer=True, timeout=lease_s
-        )
+        answer = attention.attend(message)
+        self._channel.send(answer, call_id=call_id, answer=True, timeout=self._config.lease)
         self._counters.add("node_bytes", attention.nbytes - before, direction="attended")
-        self._taken += nbytes
-        if self._taken >= CREDIT_BYTES // 2:
-            self._channel.grant(self._taken)
-            self._taken = 0
