@@ -162,12 +162,12 @@ class PagedDecoder:
         given = config.model_dump(mode="json", exclude_unset=True, exclude={"page_tokens"})
         whole = SSDKVConfig.from_extra_config({**given, **where})
         self.config = within_blocks(whole, block)
-        make_drives: Callable[[Counters], NodeDrives] | None = None
+        connect = None
         if config.nodes:
-            self.config, make_drives = _on_nodes(self.config, directory)
+            self.config, connect = _on_nodes(self.config, directory)
         place = make(self.config)
         contexts = room.blocks if self.pages else 0
-        drives = None if make_drives is None else make_drives(place.counters)
+        drives = None if connect is None else connect(place.counters)
         opened = open_rank(place, 0, place.counters, contexts, remote=drives)
         self.opened = opened
         self._free_slots = list(range(opened.num_slots))[::-1]

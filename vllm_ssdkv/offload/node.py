@@ -107,7 +107,11 @@ class NodeWires:
                 try:
                     self._open(node)
                 except SSDKVError as error:
-                    logger.warning("ssdkv: offload: %s", error)
+                    logger.warning(
+                        "ssdkv: offload: the node %s does not take connections for attention: %s",
+                        self._links[node].peer.address,
+                        error,
+                    )
                     self._stopping.wait(_PAUSE_S)
 
     def _open(self, node: int) -> None:
@@ -286,8 +290,7 @@ class NodeOffloader:
             with failing(call.node):
                 answer = call.wire.receive(call.number, time.monotonic() + self._deadline_s)
                 found = np.frombuffer(answer.states, dtype="<f4").copy()
-                if len(found) != tokens * heads * (size + 2):
-                    raise NodeError("a node has answered for other queries")
+                _check(found, tokens * heads * (size + 2))
                 slots, numbers = unpack(answer.slots), unpack(answer.pages)
         except (NodeError, ValueError) as error:
             self._fail(call.node, call.wire, error)
@@ -532,6 +535,16 @@ class NodeContext:
             part.m[:, others], part.l[:, others], part.acc[:, others] = -torch.inf, 0.0, 0.0
             kernels.merge(state, part)
             clock.lap(MERGE)
+
+
+def _check(states: NDArray[np.float32], length: int) -> None:
+    """Check that states are those of the queries that were sent.
+
+    Raises:
+        NodeError: they are not.
+    """
+    if len(states) != length:
+        raise NodeError("the node has answered for other queries")
 
 
 def _bytes(query: torch.Tensor) -> bytes:

@@ -6,6 +6,7 @@ way while the first layer computes. The attention backend uses it layer by layer
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -136,7 +137,7 @@ class PagedStep:
             peer,
             elsewhere=self._nodes is not None,
         )
-        self._following = dict(zip(context_layers, context_layers[1:], strict=False))
+        self._following = dict(itertools.pairwise(context_layers))
 
     def row_of(self, write_block: int) -> int:
         """Index of the row whose first query token is written to this HBM block.
