@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -98,6 +99,29 @@ def eventually(here: Engine, what: Callable[[], bool], seconds: float = 60.0) ->
         time.sleep(2.0)
         here.answers([[1] * 8], 1)
     return True
+
+
+def test_the_only_node_dies_and_comes_back_under_requests(
+    nodes: Sequence[NodeProcess], models: dict[str, Path], stock: Stock, tmp_path: Path
+) -> None:
+    """With one copy their contexts are computed again, when the node is back."""
+    wanted = tokens(stock.answers("llama", SHORT))
+    with engine(models["llama"], nodes[3:], tmp_path / "state") as here:
+        again = threading.Timer(2.0, nodes[3].start)
+
+        def strike(step: int) -> None:
+            if step == 12:
+                nodes[3].kill()
+                again.start()
+
+        for number, prompt in enumerate(SHORT):
+            here.add(str(number), prompt)
+        got = here.run(strike)
+        again.join()
+        assert [got[str(number)] for number in range(len(SHORT))] == wanted
+        here.settle()
+        assert here.ssdkv("device_lost") == here.ssdkv("device_returned") == 1
+        assert here.ssdkv("recomputed_requests") > 0
 
 
 def test_a_node_dies_under_requests_comes_back_and_heals(

@@ -83,7 +83,7 @@ class Rank:
             buffer.astype(np.uint64),
         )
         assert batch.wait(timeout_s)
-        return batch.results().tolist()
+        return [int(result) for result in batch.results()]
 
     def close(self) -> None:
         assert self.link.close(5.0)

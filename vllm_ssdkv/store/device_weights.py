@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -32,8 +33,10 @@ class WeightedPlacement(Protocol):
 class DeviceWeights:
     """Health and speed of devices as the workers tell them. Used by the scheduler's thread."""
 
-    def __init__(self, rebalancer: WeightedPlacement, paths: Sequence[str]):
+    def __init__(self, rebalancer: WeightedPlacement, paths: Sequence[str], return_s: float = 0.0):
+        """``return_s``: seconds in which devices that went may come back; 0: they do not."""
         self.paths = tuple(paths)
+        self._return_s, self._lost_at = return_s, 0.0
         self._rebalancer = rebalancer
         self._lost: dict[int, set[int]] = {}
         """Ranks that have lost each device which is out of use."""
@@ -49,6 +52,7 @@ class DeviceWeights:
             self._lost[device].add(rank)
             return 0
         self._lost[device] = {rank}
+        self._lost_at = time.monotonic()
         self.reweigh()
         dropped = self._rebalancer.drop_lost()
         self._rebalancer.step()
@@ -67,6 +71,11 @@ class DeviceWeights:
         self._rebalancer.take_returned()
         self._rebalancer.step()
         logger.warning("ssdkv: %s has its share of new blocks again", self.paths[device])
+
+    @property
+    def may_return(self) -> bool:
+        """Check whether devices out of use may be back soon."""
+        return bool(self._lost) and time.monotonic() - self._lost_at < self._return_s
 
     def update(self, rank: int, worth: Sequence[tuple[int, float]]) -> None:
         """A rank says which part of their weight (device, part) devices are worth."""
