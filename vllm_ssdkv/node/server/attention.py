@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv import _kernels
 from vllm_ssdkv.base.errors import ProtocolError, SSDKVError
-from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.base.metrics import Counters, counter_key
 from vllm_ssdkv.config.node import NodeConfig
 from vllm_ssdkv.node.protocol.channel import Channel, Frame
 from vllm_ssdkv.node.protocol.messages import (
@@ -39,6 +39,8 @@ from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
+
+_ATTENDED: Final = (counter_key("node_bytes", direction="attended"),)
 
 _FAR: Final = 1 << 40
 """Position of queries: contexts are before them as a whole."""
@@ -502,4 +504,4 @@ class AttentionLink:
         before = attention.nbytes
         answer = attention.attend(message)
         self._channel.send(answer, call_id=call_id, answer=True, timeout=self._config.lease)
-        self._counters.add("node_bytes", attention.nbytes - before, direction="attended")
+        self._counters.add_keyed(_ATTENDED, (attention.nbytes - before,))
