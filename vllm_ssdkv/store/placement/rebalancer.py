@@ -200,8 +200,8 @@ class Rebalancer:
         self._look_from = 0.0
         self._put_at = 0.0
         """Instant at which the manifest was given the successors."""
-        self._taken = np.zeros(0, dtype=np.int64)
-        """Slots that devices out of use took with them."""
+        self._gone = self.out_of_use()
+        """Devices that were out of use when what lay there was dropped."""
         self._outdated: list[Segment] = []
         """Segments of which blocks are worth a rewrite, by ascending number."""
         self._firsts = np.zeros(0, dtype=np.int64)
@@ -225,14 +225,17 @@ class Rebalancer:
         """Take what lies on devices out of use only out of the index; how many blocks. Takes time
         that grows with the store."""
         everything = np.arange(self._index.num_slots, dtype=np.int64)
-        self._taken = everything[self.placement.lost(self.out_of_use(), everything)]
-        return self._index.quarantine(self._taken)
+        self._gone = self.out_of_use()
+        return self._index.quarantine(everything[self.placement.lost(self._gone, everything)])
 
     def take_returned(self) -> None:
-        """Have the slots again that devices which are back in use had taken with them, as soon as
-        nobody has a pin on what was in them."""
-        slots = self._taken[self.placement.holds(self._taken)]
-        slots = slots[~self.placement.lost(self.out_of_use(), slots)]
+        """Have the slots again that devices which are back in use had taken with them. One that a
+        request still has a pin on comes back when its segment is striped anew. Takes time that
+        grows with the store."""
+        slots = np.arange(self._index.num_slots, dtype=np.int64)
+        back = self.placement.lost(self._gone, slots)
+        self._gone = self.out_of_use()
+        slots = slots[back & ~self.placement.lost(self._gone, slots)]
         for segment in self.placement.segments:
             if segment.first in self._successors:  # they come back with the manifest
                 inside = (slots >= segment.first) & (slots < segment.first + segment.slots)
