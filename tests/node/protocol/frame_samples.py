@@ -134,8 +134,8 @@ SAMPLES: list[Message] = [
     TellBlocks(NUMBERS, b"", b""),
     TellRow(0, 0, NUMBERS),
     Forget(NUMBERS, b""),
-    Attend(0, 1.0, NUMBERS),
-    Attended(NUMBERS, NUMBERS, 0.0, 0.0),
+    Attend(0, 1.0, NUMBERS, b"q"),
+    Attended(b"s", NUMBERS, NUMBERS, 0.0, 0.0),
 ]
 """Of each kind at least one; ``test_fuzz`` holds it to that."""
 

@@ -346,7 +346,7 @@ class SSDKVWorker:
         """The nodes that have the slots as who attends to them."""
         rank, layout = self._opened, self.layout
         if not isinstance(rank, EmbeddedRank) or rank.drives is None:
-            raise StoreError('offload.kind: "node" in a store without nodes')
+            raise TypeError("nodes attend to what they have, and the store is here")
         return NodeOffloader(
             self.store,
             rank.drives,
