@@ -168,8 +168,7 @@ class PagedDecoder:
         place = make(self.config)
         contexts = room.blocks if self.pages else 0
         drives = None if connect is None else connect(place.counters)
-        opened = open_rank(place, 0, place.counters, contexts, remote=drives)
-        self.opened = opened
+        opened = self.opened = open_rank(place, 0, place.counters, contexts, remote=drives)
         self._free_slots = list(range(opened.num_slots))[::-1]
         self._free_blocks = list(range(num_blocks))[:0:-1]  # block 0 is vLLM's null block
         modules = [m for m in model.modules() if getattr(m, "layer_idx", None) is not None]
