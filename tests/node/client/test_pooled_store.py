@@ -156,6 +156,7 @@ def test_a_late_node_is_overtaken_and_its_bytes_land_nowhere(
     # Another request has the blocks by now.
     before = scripts[0].copied
     worker.hbm.update({5: 0, 6: 0})
+    until(lambda: scripts[0].held)
     scripts[0].go_on()
     until(lambda: scripts[0].copied > before)
     assert worker.hbm == {5: 0, 6: 0}
@@ -172,6 +173,7 @@ def test_before_anything_was_measured_nobody_is_overtaken(
     worker.load([5], node=0, other=True)
     time.sleep(0.1)
     assert worker.store.take_load_outcomes() == []
+    until(lambda: scripts[0].held)
     scripts[0].go_on()
     assert worker.loaded().complete
     assert worker.hbm == {5: 11}
@@ -200,6 +202,7 @@ def test_nothing_lands_after_a_load_has_failed(worker: Worker, scripts: list[Scr
     keys, blocks = (b"a" * 32, b"b" * 32), np.array([5, 6], dtype=np.int64)
     worker.store.load(LoadJob("request", slots, slots, keys, blocks, 2))
     assert not worker.loaded().complete
+    until(lambda: scripts[0].held)
     scripts[0].go_on()
     until(lambda: scripts[0].copied)
     assert worker.hbm == {}
