@@ -199,8 +199,9 @@ class Pool:
     def _start(self, number: int) -> EngineProcess:
         log = self._root / f"engine{number}.log"
         options = dict(self._options[number])
-        more = dict(self._engine) | options.pop("engine", {})  # type: ignore[call-overload]  # a table
-        return EngineProcess(self._model, options, log, (), **more)
+        own = options.pop("engine", {})
+        assert isinstance(own, dict)
+        return EngineProcess(self._model, options, log, (), **{**self._engine, **own})
 
     def replace(self, number: int) -> None:
         """Start an engine again that was killed."""
