@@ -2,8 +2,9 @@
 
     python examples/offline.py
     python examples/offline.py --page --device /mnt/nvme0 --device /mnt/nvme1
+    python examples/offline.py --node unix:///run/ssdkv/node.sock
 
-Without --device, KV goes to a directory of the model's own in ~/.cache/ssdkv.
+Without --device and --node, KV goes to a directory of the model's own in ~/.cache/ssdkv.
 """
 
 import argparse
@@ -27,12 +28,15 @@ def main() -> None:
     parser.add_argument("--model", default=str(recall.MODEL_DIR), help="default: the demo model")
     parser.add_argument("--prompts", help="file with one prompt per line")
     parser.add_argument("--device", action="append", default=[], help="directory on an SSD")
+    parser.add_argument("--node", action="append", default=[], help="address of a storage node")
     parser.add_argument("--page", action="store_true", help="contexts may exceed the KV cache")
     arguments = parser.parse_args()
 
     options: dict[str, Any] = {"mode": "page" if arguments.page else "reuse"}
     if arguments.device:
         options["devices"] = arguments.device
+    if arguments.node:
+        options |= {"nodes": arguments.node, "replicas": min(2, len(arguments.node))}
     llm = LLM(
         arguments.model,
         kv_transfer_config={

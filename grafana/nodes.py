@@ -61,7 +61,8 @@ def _numbers(board: Dashboard) -> None:
         ),
         number(
             "Engines without a node",
-            "Engines that name a node which does not answer them. They compute all requests.",
+            "Engines that name a node which does not answer them. They compute what they would find "
+            "there. Where an engine names several nodes, it counts by the share that is missing.",
             "none",
             (f"sum(1 - {ours('node_connected')})", "engines"),
             limits=[(1, BAD)],
@@ -281,7 +282,7 @@ def _engines(board: Dashboard) -> None:
     for panel in (
         graph(
             "Node answers",
-            "1 while the node answers the engine. At 0 nothing is found in it or stored, and "
+            "Share of the engine's nodes that answer it. At 0 nothing is found or stored, and "
             "requests are computed. An idle engine shows what was last.",
             "none",
             (total(ours("node_connected"), *_EACH_ENGINE), _ENGINE_LEGEND),
@@ -293,6 +294,13 @@ def _engines(board: Dashboard) -> None:
             "ops",
             (rate(ours("node_sessions_lost_total"), *_EACH_ENGINE), f"{_ENGINE_LEGEND} sessions"),
             (rate(ours("node_call_failures_total"), *_EACH_ENGINE), f"{_ENGINE_LEGEND} calls"),
+        ),
+        graph(
+            "Second nodes asked",
+            "Parts of loads that the other node with the blocks was asked for, because the first "
+            "one failed or was late, and how often the other one was first.",
+            "ops",
+            (rate(ours("pool_loads_total"), "kind"), "{{kind}}"),
         ),
         graph(
             "Waits for prefixes",

@@ -239,7 +239,8 @@ class BenchNode:
         node.stop()
     """
 
-    def __init__(self, directory: Path, capacity: int, dram: int):
+    def __init__(self, directory: Path, capacity: int, dram: int, **more: object):
+        """``more``: further options of the node."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -254,6 +255,7 @@ class BenchNode:
             "devices": [{"path": str(device), "capacity": capacity}],
             "dram_gib": dram / 2**30,
             "store_share": 1.0,
+            **more,
         }
         config = directory / "node.json"
         config.write_text(json.dumps(options))

@@ -19,14 +19,17 @@ import torch
 
 from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.base.errors import StoreError
+from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.request import RequestOptions
 from vllm_ssdkv.connector.identity.loaded_model import LoadedModel
 from vllm_ssdkv.connector.kv_layout import KVLayout, paged_geometry
 from vllm_ssdkv.connector.messages import ContextDelta, CopyToDram, Flush, Row, StepPlan
+from vllm_ssdkv.connector.node_startup import volume_peers
 from vllm_ssdkv.connector.worker.paged_attention import attend_layer, rows_of_step, store_new
 from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
+from vllm_ssdkv.node.client.node_drives import NodeDrives, find_drives, with_node_drives
 from vllm_ssdkv.profiling.decode_harness.attention import Attention, attention_by, timed
 from vllm_ssdkv.profiling.decode_harness.models import head_size, kv_heads
 from vllm_ssdkv.profiling.decode_harness.part_clock import AttentionTimer, PartClock
@@ -88,6 +91,16 @@ def within_blocks(config: SSDKVConfig, block_tokens: int) -> SSDKVConfig:
     return config.model_copy(update={"page_tokens": page_tokens})
 
 
+def _on_nodes(
+    config: SSDKVConfig, directory: Path
+) -> tuple[SSDKVConfig, Callable[[Counters], NodeDrives]]:
+    """Options whose devices are the drives of nodes, and what connects to these."""
+    peers = volume_peers(config, f"decoder {os.getpid()}", 0)
+    drives = find_drives(peers, "decoder", directory)
+    connect = functools.partial(NodeDrives, peers, drives, "decoder", deadline_s=config.io.deadline)
+    return with_node_drives(config, drives, peers), connect
+
+
 class PagedDecoder:
     """Decodes requests whose contexts are in the store. Used by one thread.
 
@@ -111,7 +124,8 @@ class PagedDecoder:
 
         Args:
             model: On the device that attends.
-            config: Page mode's options but for ``devices``, which is ``directory``.
+            config: Page mode's options but for ``devices``, which is ``directory``; with ``nodes``
+                that has the state.
             room: Sizes.
             directory: Is made.
             durable: Write contexts to the drive; else they stay in DRAM, which must hold them.
@@ -142,21 +156,26 @@ class PagedDecoder:
         identity = Fingerprint({"model": type(model).__name__, "layers": self._layers})
         make = functools.partial(StorePlace, geometry=geometry, fingerprint=identity, tp_size=1)
         needed = make(config).capacity_for(room.blocks if self.pages else 1)
-        device = {"path": str(directory), "capacity": max(needed, 16 << 20)}
+        where: dict[str, object] = {"state_dir": str(directory)}
+        if not config.nodes:
+            where = {"devices": [{"path": str(directory), "capacity": max(needed, 16 << 20)}]}
         given = config.model_dump(mode="json", exclude_unset=True, exclude={"page_tokens"})
-        whole = SSDKVConfig.from_extra_config({**given, "devices": [device]})
+        whole = SSDKVConfig.from_extra_config({**given, **where})
         self.config = within_blocks(whole, block)
+        connect = None
+        if config.nodes:
+            self.config, connect = _on_nodes(self.config, directory)
         place = make(self.config)
         contexts = room.blocks if self.pages else 0
-        opened = open_rank(place, 0, place.counters, contexts)
-        self.opened = opened
+        drives = None if connect is None else connect(place.counters)
+        opened = self.opened = open_rank(place, 0, place.counters, contexts, remote=drives)
         self._free_slots = list(range(opened.num_slots))[::-1]
         self._free_blocks = list(range(num_blocks))[:0:-1]  # block 0 is vLLM's null block
         modules = [m for m in model.modules() if getattr(m, "layer_idx", None) is not None]
         self.worker = SSDKVWorker(
             self.config,
             self.layout,
-            EmbeddedRank(opened),
+            EmbeddedRank(opened, drives),
             tuple(range(self._layers)),
             LoadedModel(modules, lambda: ""),
             functools.partial(place.tell_weights, 0),

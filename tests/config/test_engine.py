@@ -592,13 +592,18 @@ def test_a_node_takes_the_place_of_a_store() -> None:
         ({"dram_gib": 1}, "dram_gib: is an option of the node"),
         ({"admission": "second_use"}, "admission: is an option of the node"),
         ({"io": {"verify": "all", "deadline": 3.0}}, "io.verify: is an option of the node"),
-        ({"mode": "page"}, 'nodes: mode "page" reads contexts from a store of its own'),
-        ({"nodes": ["unix:///a", "unix:///b"]}, "nodes: 2 addresses are given"),
+        ({"nodes": ["unix:///a", "unix:///b"] * 2}, "nodes: unix:///a is given twice"),
+        ({"replicas": 2}, "replicas: 2 nodes are to keep a block, one is given"),
     ],
 )
 def test_what_a_node_decides_is_refused(options: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(text)):
         SSDKVConfig.from_extra_config({"nodes": ["unix:///run/s"], **options})
+
+
+def test_several_nodes_keep_each_block_as_often_as_is_asked() -> None:
+    config = SSDKVConfig.from_extra_config({"nodes": ["unix:///a", "tcp://b:1"], "replicas": 2})
+    assert (config.nodes, config.replicas) == (("unix:///a", "tcp://b:1"), 2)
 
 
 def test_keys_of_no_node_are_refused() -> None:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import queue
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tests.alone import environment_with_tests
-from tests.e2e.engine import Engine, Tokens
+from tests.e2e.engine import MAX_TOKENS, Engine, Tokens
+from vllm_ssdkv.node.client import awaited_chains
 
 KV_TOKENS = 16384
+PATIENCE_S = 300.0
+"""For which a result is waited."""
+
 LEASE_S = 3.0
 """Of the node that tests share."""
 
@@ -22,11 +30,27 @@ LEASE_S = 3.0
 class EngineProcess:
     """One engine, all of it in one process of its own."""
 
-    def __init__(self, model: Path, ssdkv: Mapping[str, object], log: Path):
-        order = json.dumps({"model": str(model), "ssdkv": dict(ssdkv)})
-        with log.open("wb") as file:
+    def __init__(
+        self,
+        model: Path,
+        ssdkv: Mapping[str, object],
+        log: Path,
+        inside: Sequence[str] = (),
+        **engine: object,
+    ):
+        """
+        Args:
+            model: Its directory.
+            ssdkv: Options of the connector.
+            log: File that gets what the engine says.
+            inside: Command that starts the process, such as one that enters a namespace.
+            engine: Further arguments of :class:`Engine`, of JSON.
+        """
+        given = {"kv_tokens": KV_TOKENS, "enable_prefix_caching": False, **engine}
+        order = json.dumps({"model": str(model), "ssdkv": dict(ssdkv), "engine": given})
+        with log.open("ab") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tests.e2e.node_engine", order],
+                [*inside, sys.executable, "-P", "-m", "tests.e2e.node_engine", order],
                 env=environment_with_tests(log.parent),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -34,6 +58,15 @@ class EngineProcess:
                 text=True,
             )
         self._log = log
+        self._results: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("RESULT "):
+                self._results.put(line.removeprefix("RESULT "))
+        self._results.put(None)
 
     def __enter__(self) -> EngineProcess:
         return self
@@ -44,8 +77,12 @@ class EngineProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill it, and wait for its end."""
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
 
     def order(self, **what: Any) -> None:  # noqa: ANN401 - JSON
         """Give it something to do."""
@@ -53,32 +90,49 @@ class EngineProcess:
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
 
-    def result(self) -> Any:  # noqa: ANN401 - JSON
-        """Take the result of the oldest order that was not asked for yet."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("RESULT "):
-                return json.loads(line.removeprefix("RESULT "))
-        raise RuntimeError(f"the engine has ended:\n{self._log.read_text()[-4000:]}")
+    def result(self, patience_s: float = PATIENCE_S) -> Any:  # noqa: ANN401 - JSON
+        """Take the result of the oldest order that was not asked for yet.
 
-    def answers(self, prompts: Sequence[Tokens]) -> list[tuple[tuple[int, ...], int]]:
+        Raises:
+            RuntimeError: the engine has ended.
+            TimeoutError: the time ran out; the log has what its threads do.
+        """
+        try:
+            line = self._results.get(timeout=patience_s)
+        except queue.Empty:
+            self.process.send_signal(signal.SIGUSR1)
+            time.sleep(1.0)
+            raise TimeoutError(f"the engine hangs:\n{self._log.read_text()[-12000:]}") from None
+        if line is None:
+            raise RuntimeError(f"the engine has ended:\n{self._log.read_text()[-4000:]}")
+        return json.loads(line)
+
+    def answers(
+        self, prompts: Sequence[Tokens], tokens: int = MAX_TOKENS
+    ) -> list[tuple[tuple[int, ...], int]]:
         """Tokens of the answers, and how many tokens of each prompt were found."""
-        self.order(prompts=list(prompts))
+        self.order(prompts=list(prompts), tokens=tokens)
         return self.ordered_answers()
 
-    def ordered_answers(self) -> list[tuple[tuple[int, ...], int]]:
+    def ordered_answers(self, patience_s: float = PATIENCE_S) -> list[tuple[tuple[int, ...], int]]:
         """The same, of prompts that were ordered before."""
-        return [(tuple(tokens), cached) for tokens, cached in self.result()]
+        return [(tuple(tokens), cached) for tokens, cached in self.result(patience_s)]
 
-    def metric(self, name: str) -> float:
-        """One of our metrics."""
-        self.order(metric=name)
+    def metric(self, name: str, **labels: str) -> float:
+        """One of our metrics, summed over the samples that have these labels."""
+        self.order(metric=name, labels=labels)
         return float(self.result())
 
     def reset(self) -> bool:
         """Reset its caches, the store's part included, as ``/reset_prefix_cache`` can."""
         self.order(reset=True)
         return bool(self.result())
+
+    def await_chains(self, patience: float) -> None:
+        """Have requests wait so long for blocks that others compute: seconds without a new block,
+        and multiples of what they would compute themselves."""
+        self.order(patience=patience)
+        self.result()
 
     def stop(self) -> None:
         """Stop it, as a machine that swaps does."""
@@ -91,23 +145,23 @@ class EngineProcess:
 
 def main() -> None:
     """Carry out orders until there are no more."""
+    faulthandler.register(signal.SIGUSR1)
     given = json.loads(sys.argv[1])
-    with Engine(
-        Path(given["model"]),
-        ssdkv=given["ssdkv"],
-        kv_tokens=KV_TOKENS,
-        enable_prefix_caching=False,
-    ) as engine:
+    with Engine(Path(given["model"]), ssdkv=given["ssdkv"], **given["engine"]) as engine:
         for line in sys.stdin:
             order = json.loads(line)
-            if "metric" in order:
+            if "patience" in order:
+                vars(awaited_chains).update(PATIENCE=order["patience"], STALL_S=order["patience"])
+                result: Any = None
+            elif "metric" in order:
                 # A step brings the numbers up to date.
                 engine.answers([[1] * 8], 1)
-                result: Any = engine.ssdkv(order["metric"])
+                result = engine.ssdkv(order["metric"], **order["labels"])
             elif "reset" in order:
                 result = engine.llm.reset_prefix_cache(reset_connector=True)
             else:
-                result = [(a.tokens, a.cached) for a in engine.answers(order["prompts"])]
+                tokens = order.get("tokens", MAX_TOKENS)
+                result = [(a.tokens, a.cached) for a in engine.answers(order["prompts"], tokens)]
                 engine.settle()
             print(f"RESULT {json.dumps(result)}", flush=True)
 

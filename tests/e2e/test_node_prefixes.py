@@ -43,8 +43,7 @@ def engines(
         assert engine.metric("node_connected") == 1
     yield made
     for engine in made:
-        engine.process.kill()
-        engine.process.communicate()
+        engine.kill()
 
 
 def computing(node: NodeProcess) -> bool:

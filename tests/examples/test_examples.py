@@ -131,6 +131,15 @@ def test_offline(
         assert (Path(variables["XDG_CACHE_HOME"]) / "ssdkv").is_dir()
 
 
+def test_a_pool_of_nodes(variables: dict[str, str], tmp_path: Path) -> None:
+    """The second engine finds everything, with a node less."""
+    text = run([str(EXAMPLES / "pool" / "run.sh"), str(tmp_path / "pool")], variables, tmp_path)
+    found = [int(match.group(2)) for match in OUTPUT.finditer(text)]
+    # A first hit is verified: its last block is computed.
+    assert found == [0] * 4 + [FOUND - BLOCK] + [FOUND] * 3
+    assert re.search(r"^b\b.*stopped", text, re.MULTILINE)
+
+
 def test_serve_and_client(variables: dict[str, str], tmp_path: Path) -> None:
     """Two options and no other: reuse mode, default directory, found again after a restart."""
     command = serve_command()

@@ -19,6 +19,7 @@ ENGINE: dict[str, Any] = {
     "node_connected": {(): 1},
     "node_sessions_lost": {(): 0},
     "node_call_failures": {(): 1},
+    "pool_loads": {("hedged",): 2, ("overtaken",): 1},
     "prefix_waits": {("served",): 3, ("taken_over",): 1},
     "slots_stored": {(): 40},
 }

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -27,9 +29,17 @@ class NodeProcess:
         address: Its first address.
     """
 
-    def __init__(self, root: Path, keys: Path | None = None, **options: object):
-        """``root``: a directory of its own; ``keys``: with those of both sides."""
+    def __init__(
+        self,
+        root: Path,
+        keys: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        **options: object,
+    ):
+        """``root``: a directory of its own; ``keys``: with those of both sides; ``environment``:
+        variables that it has beside those of this process."""
         self.root = root
+        self._environment = {**os.environ, **(environment or {})}
         self.address = f"unix://{root}/node.sock"
         given: dict[str, object] = {
             "listen": [self.address],
@@ -67,6 +77,7 @@ class NodeProcess:
         with (self.root / "node.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [*command, "--config", str(self.config)],
+                env=self._environment,
                 stdout=log,
                 stderr=log,
             )

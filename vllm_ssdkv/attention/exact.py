@@ -186,6 +186,14 @@ class StreamedContext:
             StreamedContext(self.stream, self.layer, self.batch, self.layout, own),
         )
 
+    def split(self) -> tuple[StreamedContext, StreamedContext]:
+        """Blocks without a frame, and those with one."""
+        away, here = self.stream.split(self.layer)
+        return (
+            StreamedContext(self.stream, self.layer, self.batch, self.layout, away),
+            StreamedContext(self.stream, self.layer, self.batch, self.layout, here),
+        )
+
     @property
     def block_bytes(self) -> int:
         """Bytes of K and V of a block of a layer."""

@@ -9,6 +9,7 @@ where they were, and in how many turns they came, changes nothing but the time.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -477,6 +478,11 @@ class ChosenPages:
     """Chosen pages of one layer, which whoever attends to them fetches. See ``ContextPages``.
 
     One thread at a time: it uses contexts, prefetcher and counts within its lease only.
+
+    Attributes:
+        contexts: Of the rows that choose.
+        layer: From 0.
+        wanted: The pages, row after row and KV head after KV head.
     """
 
     def __init__(
@@ -491,27 +497,66 @@ class ChosenPages:
     ):
         """``wanted``: all pages of the ``selection``, by the rows of ``now``; ``starts``: position
         of the first token of each."""
-        self._decode, self._contexts = decode, decode.contexts
-        self._layer, self._now, self._selection = layer, now, selection
-        self._wanted, self._starts, self._layout = wanted, starts, layout
+        self._decode, self.contexts = decode, decode.contexts
+        self.layer, self._now, self._selection = layer, now, selection
+        self.wanted, self._starts, self._layout = wanted, starts, layout
         self._fetch: Fetch | GpuFetch | None = None
         self._looked_ahead = False
 
     @property
     def slots(self) -> NDArray[np.int64]:
         """Slots of the pages."""
-        return self._wanted.pages.slots
+        return self.wanted.pages.slots
 
     @property
     def nbytes(self) -> int:
         """Bytes of K and V in them."""
-        return len(self._wanted.pages) * self._layout.page_payload_bytes
+        return len(self.wanted.pages) * self._layout.page_payload_bytes
 
     @property
     def selection_bytes(self) -> int:
         """Bytes of a bit per KV head and page of the contexts."""
         pages = int(self._now.blocks.sum()) * self._layout.groups
         return -(-pages * self._layout.kv_heads // 8)
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """Rows that choose, by their positions in :attr:`contexts`, ascending, [R]."""
+        return self._now.alive
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """Query token of each of these, [R]."""
+        return self._now.token
+
+    @property
+    def layer_pages(self) -> int:
+        """Pages of a layer of a block."""
+        return self._layout.kv_heads * self._layout.groups
+
+    @property
+    def token_mask(self) -> NDArray[np.uint8] | None:
+        """Tokens of each page to attend to, [P, page_tokens]; None: all."""
+        return self._selection.token_mask
+
+    def some(self, which: NDArray[np.int64]) -> ChosenPages:
+        """Some of the pages, by ascending position."""
+        whole = self._selection
+        part = dataclasses.replace(
+            whole,
+            pages=whole.pages[which],
+            begin=np.searchsorted(which, whole.begin).astype(np.int32),
+            token_mask=None if whole.token_mask is None else whole.token_mask[which],
+        )
+        return ChosenPages(
+            self._decode,
+            self.layer,
+            self._now,
+            part,
+            self.wanted.part(which),
+            self._starts[which],
+            self._layout,
+        )
 
     def fold(
         self,
@@ -526,7 +571,7 @@ class ChosenPages:
         anew when it is called again."""
         with lease:
             self._end_fetch()
-            turns = self._contexts.turns(self._wanted.pages)
+            turns = self.contexts.turns(self.wanted.pages)
         for left, part in zip(reversed(range(len(turns))), turns, strict=True):
             try:
                 with lease:
@@ -553,17 +598,17 @@ class ChosenPages:
 
     def _bring(self, part: slice | NDArray[np.int64], clock: StepClock, *, last: bool) -> PageList:
         """Bring a part of the pages into memory, where they stay until :meth:`_end_fetch`."""
-        contexts, selection = self._contexts, self._selection
-        fetch = self._fetch = contexts.fetch_hot(self._wanted.part(part))
+        contexts, selection = self.contexts, self._selection
+        fetch = self._fetch = contexts.fetch_hot(self.wanted.part(part))
         clock.lap(FETCH)
         if last and not self._looked_ahead:
             self._looked_ahead = True
             reads = fetch.from_ssd > 0
-            self._decode.read_ahead(self._layer, self._now, selection, reads=reads)
+            self._decode.read_ahead(self.layer, self._now, selection, reads=reads)
         clock.lap(AHEAD)
         contexts.wait_for_io(fetch)
         clock.lap(WAIT)
-        contexts.complete(fetch, self._wanted.blocks[part])
+        contexts.complete(fetch, self.wanted.blocks[part])
         clock.lap(FETCH)
         begin, end = self._decode.lists(self._now.alive, selection.begin, part)
         return PageList(
@@ -580,7 +625,7 @@ class ChosenPages:
         """Give back the pages of the latest turn, whoever brought them."""
         if self._fetch is not None:
             ended, self._fetch = self._fetch, None
-            self._contexts.release(ended)
+            self.contexts.release(ended)
 
 
 def _windows(

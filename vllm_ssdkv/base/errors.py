@@ -134,6 +134,14 @@ class NodeRefusedError(NodeError):
     """The other side refused this connection or a frame of it; the text has its reason."""
 
 
+class NodeFailedError(NodeError):
+    """A node that attends to contexts is out of reach; ``node`` is its number."""
+
+    def __init__(self, node: int, text: str):
+        super().__init__(text)
+        self.node = node
+
+
 class ProtocolError(NodeError):
     """A frame is malformed, too large, out of order or of another version.
 

@@ -301,6 +301,12 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter("journal_errors", "calls", "Calls on the journal that failed.", _JOURNAL_CALL),
     counter("device_lost", "times", "Times that a rank took the device out of service.", _DEVICE),
     counter(
+        "device_returned",
+        "times",
+        "Times that a rank took the device, of a node that was gone, into service again.",
+        _DEVICE,
+    ),
+    counter(
         "growth_errors",
         "times",
         "Times that a store which grows as it fills found no room to grow.",

@@ -9,9 +9,9 @@ from vllm_ssdkv.base.metric import Label, Metric, counter, gauge
 NODE_METRICS: Final[tuple[Metric, ...]] = (
     gauge(
         "node_connected",
-        "0 or 1",
-        "1 while the node answers this engine; 0: nothing is found in it or stored, and requests "
-        "are computed (nodes).",
+        "share",
+        "Share of the engine's nodes that answer it; of one node 0 or 1. In one that does not "
+        "nothing is found or stored, and requests are computed (nodes).",
         combine="min",
     ),
     counter(
@@ -24,6 +24,14 @@ NODE_METRICS: Final[tuple[Metric, ...]] = (
         "node_call_failures",
         "calls",
         "Calls that the node refused or did not answer in time.",
+    ),
+    counter(
+        "pool_loads",
+        "loads",
+        "Parts of loads that a second node was asked for: `failed_over`, where the first one had "
+        "not brought them, or `hedged`, where it was late; of these `overtaken`, where the second "
+        "was first (nodes, replicas).",
+        Label("kind", ("failed_over", "hedged", "overtaken")),
     ),
     counter(
         "prefix_waits",

@@ -10,8 +10,9 @@ from typing import Final
 from vllm_ssdkv.base.metric import Label, Metric, counter, gauge
 
 CALLS: Final = (
-    *("Bind", "Lookup", "Last", "Claim", "Touch", "Pin", "Unpin", "Drop", "ForgetAll"),
+    *("Bind", "Lookup", "Find", "Last", "Claim", "Touch", "Pin", "Unpin", "Drop", "ForgetAll"),
     *("AskGauges", "TellWeights", "Save", "Load", "Discard", "AskStatus"),
+    *("AskDrives", "AskVolumes", "OpenVolumes", "MoveBytes", "RemoveVolume", "Attend"),
 )
 """Names of calls, for a label."""
 
@@ -26,7 +27,7 @@ NODE_SERVER_METRICS: Final[tuple[Metric, ...]] = (
         "node_sessions",
         "sessions",
         "Halves of engines, and askers, that are connected to the node.",
-        Label("role", ("scheduler", "worker", "status")),
+        Label("role", ("scheduler", "worker", "status", "volume")),
     ),
     gauge("node_stores", "stores", "Stores that the node has open."),
     gauge("node_pins", "pins", "Pins of slots that sessions hold: leases that are out."),
@@ -35,8 +36,9 @@ NODE_SERVER_METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "node_bytes",
         "bytes",
-        "Bytes of blocks that engines have saved in the node and loaded from it.",
-        Label("direction", ("saved", "loaded")),
+        "Bytes of blocks that engines have saved in the node and loaded from it, and of K and V "
+        "that the node has attended to for them.",
+        Label("direction", ("saved", "loaded", "attended")),
     ),
     counter(
         "node_refusals",

@@ -55,10 +55,10 @@ SelectorName = Literal["exact", "bounds", "spread", "sparf", "adaptive", "swarm"
 MIN_CAPACITY: Final = 16 * MIB
 MAX_DEVICES: Final = 64
 MAX_NODES: Final = 64
-"""Addresses that the option ``nodes`` may have; an engine uses one."""
+"""Addresses that the option ``nodes`` may have."""
 
 _OF_A_STORE: Final = (
-    *("devices", "replicas", "state_dir", "recover", "dram_gib", "admission", "trim"),
+    *("devices", "state_dir", "recover", "dram_gib", "admission", "trim"),
     "encryption",
 )
 """Options of a store, which a node has in place of its engines."""
@@ -203,7 +203,8 @@ class SSDKVConfig(OptionModel):
             description="Copies of each block, on different devices. `2`: what lies on a drive "
             "that dies, and a page that has gone bad, is read from the other copy; half the "
             "capacity, half the write rate, twice the wear. An existing store takes another value "
-            "over bit by bit, as its places are used again."
+            "over bit by bit, as its places are used again. With several `nodes` in mode `reuse`: "
+            "nodes that keep each block."
         ),
         Reason(
             "1: what is lost is computed again, which costs time and never a token. 2 is for those "
@@ -369,13 +370,18 @@ class SSDKVConfig(OptionModel):
     ] = IoConfig()
     nodes: Annotated[
         tuple[str, ...],
-        Allowed('a list of one address, such as ["unix:///run/ssdkv.sock"] or a tcp:// one'),
+        Allowed(
+            f'a list of up to {MAX_NODES} addresses, such as ["unix:///run/ssdkv.sock"], each '
+            "unix:///path or tcp://host:port"
+        ),
         Field(
             strict=False,
             max_length=MAX_NODES,
-            description="The node (`ssdkv node run`) that keeps the store, for all engines that "
-            "name it, in place of a store of this engine's own. Mode `reuse` only. Drives and "
-            "memory are then options of the node, and are refused here; docs/nodes.md.",
+            description="The nodes (`ssdkv node run`) that keep the store, for all engines that "
+            "name them, in place of a store of this engine's own; several share the blocks, and "
+            "each engine should name them alike. Drives and memory are then options of the nodes, "
+            "and are refused here. In mode `page` they keep the bytes of this engine's contexts; "
+            "docs/nodes.md.",
         ),
         Reason("Empty: the engine keeps its own store, which needs no other process."),
     ] = ()
@@ -419,7 +425,7 @@ class SSDKVConfig(OptionModel):
                     f"devices[{seen[real]}].path; give each device once"
                 )
             seen.setdefault(real, position)
-        if self.replicas > max(1, len(self.devices)):
+        if self.replicas > max(1, len(self.devices)) and not self.nodes:
             lines.append(
                 f"replicas: {self.replicas} copies need {self.replicas} devices, "
                 f"{max(1, len(self.devices))} is given; name another drive in devices, or leave "
@@ -468,7 +474,7 @@ class SSDKVConfig(OptionModel):
             "faults": [rule.device for rule in self.io.faults],
             "throttle": [rule.device for rule in self.io.throttle],
         }
-        count = max(1, len(self.devices))
+        count = max(1, len(self.devices)) if not self.nodes else MAX_DEVICES
         for name, positions in targets.items():
             lines.extend(
                 f"io.{name}[{i}].device: {position} is not a position in devices ({count} entries)"
@@ -484,19 +490,35 @@ class SSDKVConfig(OptionModel):
             if self.node_keys is not None:
                 yield "node_keys: has no meaning without nodes: name a node there, or leave it out"
             return
-        if len(self.nodes) > 1:
+        for node in sorted({node for node in self.nodes if self.nodes.count(node) > 1}):
+            yield f"nodes: {node} is given twice; name each node once"
+        if self.mode == "page":
+            yield from self._page_node_problems()
+            return
+        if self.replicas > len(self.nodes):
             yield (
-                f"nodes: {len(self.nodes)} addresses are given; an engine uses one node: name that"
-            )
-        if self.mode != "reuse":
-            yield (
-                f'nodes: mode "{self.mode}" reads contexts from a store of its own: leave out '
-                'nodes, or set mode "reuse"'
+                f"replicas: {self.replicas} nodes are to keep a block, one is given: name another "
+                "one in nodes, or set replicas in the node, for two of its devices"
             )
         given: list[str] = [name for name in _OF_A_STORE if name in self.model_fields_set]
         given += [f"io.{name}" for name in sorted(self.io.model_fields_set - {"deadline"})]
         for name in given:
             yield f"{name}: is an option of the node where there are nodes: set it there"
+
+    def _page_node_problems(self) -> Iterator[str]:
+        """Problems of a store in page mode whose slots lie on nodes."""
+        if self.devices:
+            yield (
+                "devices: the slots lie on the drives of the nodes: leave out devices, or leave "
+                "out nodes"
+            )
+        if self.state_dir is None:
+            yield (
+                'state_dir: missing; with nodes and mode "page" index and journal stay with the '
+                "engine, so give a directory on a disk of its machine"
+            )
+        for name in sorted(self.io.model_fields_set & {"engine", "queue_depth", "direct"}):
+            yield f"io.{name}: is an option of the node where there are nodes: set it there"
 
     def _offload_problems(self) -> Iterator[str]:
         if self.mode != "page":
@@ -504,6 +526,17 @@ class SSDKVConfig(OptionModel):
                 'offload: needs mode "page"; mode "reuse" loads a prefix before it is attended '
                 "to: leave offload out, or change the mode"
             )
+        if self.offload is not None and self.offload.kind == "node":
+            if not self.nodes:
+                yield (
+                    'offload.kind: "node" without nodes: name their addresses there, or set it to '
+                    '"host"'
+                )
+            if self.encryption is not None:
+                yield (
+                    'offload.kind: "node" with encryption: a node cannot attend to what it cannot '
+                    "read: leave one of the two out"
+                )
         peer = self.offload is not None and self.offload.peer
         if peer and self.encryption is not None:
             yield (

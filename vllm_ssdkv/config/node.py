@@ -182,6 +182,29 @@ class NodeConfig(OptionModel):
         BeforeValidator(parse_size),
         Reason("256MiB: a prompt's chunk of a large model; it is memory of the engine, not ours."),
     ] = 256 * MIB
+    attend_gib: Annotated[
+        float | None,
+        Allowed('a number of GiB or a size such as "4GiB"'),
+        Field(
+            gt=0,
+            le=MAX_DRAM_GIB,
+            description='Memory of each worker of an engine with `offload` `{"kind": "node"}` for '
+            "pages that are attended to here: those that were read last stay. It comes on top of "
+            "`dram_gib`.",
+        ),
+        BeforeValidator(gib_or_none, json_schema_input_type=float | str | None),
+        Reason("null: a quarter of `dram_gib`."),
+    ] = None
+    attend_threads: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=1024,
+            description="Threads of each such worker that attend here, at most. Without torch in "
+            "the node's Python it is one.",
+        ),
+        Reason("null: half of the CPUs. DRAM's bandwidth is used up by then."),
+    ] = None
     drain: Annotated[
         float,
         Field(
@@ -228,6 +251,12 @@ class NodeConfig(OptionModel):
         if self.dram_gib is None:
             return min(DEFAULT_DRAM_LIMIT, available_memory() // 10)
         return int(self.dram_gib * GIB)
+
+    def attend_bytes(self) -> int:
+        """Bytes of memory in which a worker's pages are attended to."""
+        if self.attend_gib is None:
+            return self.dram_bytes() // 4
+        return int(self.attend_gib * GIB)
 
 
 def options_in(path: Path) -> dict[str, object]:

@@ -13,7 +13,7 @@ from vllm_ssdkv.config.schema import PATH_TEXT, Allowed, OptionModel, PathText, 
 MAX_THREADS: Final = 1024
 MAX_DRIVES: Final = 8
 
-OffloadKind: TypeAlias = Literal["host", "fpga"]
+OffloadKind: TypeAlias = Literal["host", "fpga", "node"]
 """Device that attends."""
 
 FpgaBackend: TypeAlias = Literal["csim", "rtlsim", "xrt"]
@@ -108,6 +108,8 @@ class OffloadThrottle(OptionModel):
 
 _XRT: Final = frozenset({"xclbin", "card"})
 _FPGA: Final = _XRT | {"backend", "kernel_deadline", "peer"}
+_LOCAL: Final = _FPGA | {"threads", "share", "x_share", "fault", "throttle"}
+"""Options without meaning where nodes attend."""
 
 
 class OffloadConfig(OptionModel):
@@ -120,7 +122,8 @@ class OffloadConfig(OptionModel):
             "in DRAM, and to what arrives from the drives, while the accelerator attends to its "
             "window; queries and partial results travel in place of K and V. `fpga`: the kernels "
             "of an FPGA attend to the same pages, run by a `backend`. They take float16 and "
-            "bfloat16, and heads of 64, 128 or 256 channels."
+            "bfloat16, and heads of 64, 128 or 256 channels. `node`: the storage nodes of `nodes` "
+            "attend to what their drives have, and only queries and partial results travel."
         ),
         Reason("host: it needs no other hardware."),
     ] = "host"
@@ -224,6 +227,11 @@ class OffloadConfig(OptionModel):
     @model_validator(mode="after")
     def _of_its_kind(self) -> OffloadConfig:
         given = self.model_fields_set
+        if self.kind == "node" and (unused := sorted(given & _LOCAL)):
+            raise ValueError(
+                f'{", ".join(unused)} beside kind "node": nodes attend to what they have, with '
+                "threads of their own (attend_threads); leave it out"
+            )
         if self.kind == "host" and (unused := sorted(given & _FPGA)):
             raise ValueError(f'{", ".join(unused)} without kind "fpga": name it, or leave it out')
         if self.kind == "fpga" and "threads" in given:

@@ -18,6 +18,11 @@ from vllm_ssdkv.store.format.segment import Segment
 
 SlotArray = NDArray[np.int64]
 
+
+def _no_slots() -> SlotArray:
+    return np.zeros(0, dtype=np.int64)
+
+
 PROBE = "ssdkv probe"
 """Name of loads that measure what reads take. vLLM's own names have no space."""
 
@@ -146,6 +151,9 @@ class Load:
     adapter: Adapter | None = None
     """With which the KV was computed; None: with the base model."""
     compared: bool = False
+    others: SlotArray = field(default_factory=_no_slots)
+    other_epochs: NDArray[np.int64] = field(default_factory=_no_slots)
+    """Slots with the same blocks on other nodes, -1: none; both empty: there are none at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +295,8 @@ class RankReport:
     poisoned: list[str] = field(default_factory=list)
     """Requests whose context could not be read this step; they must be computed again."""
     lost_devices: list[int] = field(default_factory=list)
+    returned_devices: list[int] = field(default_factory=list)
+    """Devices on nodes that are in use again; comes behind ``lost_devices``."""
     speeds: list[tuple[int, float]] = field(default_factory=list)
     """Devices, and the share of its weight that each of them is worth from now on."""
     loads: list[LoadTime] = field(default_factory=list)
@@ -330,6 +340,7 @@ class RankReport:
             or self.mended
             or self.poisoned
             or self.lost_devices
+            or self.returned_devices
             or self.speeds
             or self.loads
             or self.steps

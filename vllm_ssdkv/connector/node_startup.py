@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
@@ -15,6 +17,9 @@ from vllm_ssdkv.connector.kv_layout import KVLayout
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerStore
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
 from vllm_ssdkv.node.client.node_link import NodeLink
+from vllm_ssdkv.node.client.node_links import ConnectedShare, start_links
+from vllm_ssdkv.node.client.pooled_index import PooledIndex
+from vllm_ssdkv.node.client.pooled_store import PooledStore
 from vllm_ssdkv.node.client.remote_index import RemoteIndex, RemotePlacement
 from vllm_ssdkv.node.client.remote_store import RemoteStore
 from vllm_ssdkv.node.client.session import Peer, as_name
@@ -31,11 +36,13 @@ BIND_S: Final = 60.0
 """Wait of a scheduler's start until all workers have told the node of their weights, in seconds."""
 
 
-def peer_of(config: SSDKVConfig, place: StorePlace, layout: KVLayout, role: Role) -> Peer:
-    """The node that the options name, and this half of the engine, rank 0.
+def peers_of(
+    config: SSDKVConfig, place: StorePlace, layout: KVLayout, role: Role, rank: int = 0
+) -> list[Peer]:
+    """The nodes that the options name, and this half of the engine.
 
     Raises:
-        ConfigError: the option ``nodes`` has no address, or ``node_keys`` no keys.
+        ConfigError: an address of the option ``nodes`` is none, or ``node_keys`` has no keys.
     """
     spec = StoreSpec(
         dict(place.fingerprint.fields),
@@ -46,33 +53,58 @@ def peer_of(config: SSDKVConfig, place: StorePlace, layout: KVLayout, role: Role
         as_name(place.model),
         as_name(place.name),
     )
-    keys = None
-    if config.node_keys is not None:
-        try:
-            keys = Credentials.load(Path(config.node_keys), "engine")
-        except CredentialsError as error:
-            raise ConfigError(f"node_keys: {error}") from error
-    return Peer(Address.parse(config.nodes[0]), keys, role, as_name(place.run), store=spec)
+    keys = _keys(config)
+    run = as_name(place.run)
+    return [Peer(Address.parse(node), keys, role, run, rank, spec) for node in config.nodes]
+
+
+def _keys(config: SSDKVConfig) -> Credentials | None:
+    """Keys of the option ``node_keys``.
+
+    Raises:
+        ConfigError: there are none where it says.
+    """
+    if config.node_keys is None:
+        return None
+    try:
+        return Credentials.load(Path(config.node_keys), "engine")
+    except CredentialsError as error:
+        raise ConfigError(f"node_keys: {error}") from error
+
+
+def volume_peers(config: SSDKVConfig, run: str, rank: int) -> list[Peer]:
+    """The nodes that have the slots of a rank in page mode.
+
+    Raises:
+        ConfigError: an address of the option ``nodes`` is none, or ``node_keys`` has no keys.
+    """
+    keys = _keys(config)
+    return [Peer(Address.parse(node), keys, "volume", as_name(run), rank) for node in config.nodes]
 
 
 def open_remote_store(
     config: SSDKVConfig, place: StorePlace, layout: KVLayout, rank: int, counters: Counters
-) -> tuple[RemoteStore, KVLayout]:
-    """A rank's store in a node, and the layout of its slots there.
+) -> tuple[RemoteStore | PooledStore, KVLayout]:
+    """A rank's store in a node or in several, and the layout of its slots there.
 
     Raises:
-        ConfigError: see :func:`peer_of`.
-        StoreError: the node does not answer or refuses.
+        ConfigError: see :func:`peers_of`.
+        StoreError: no node answers, or one refuses.
     """
-    peer = dataclasses.replace(peer_of(config, place, layout, "worker"), rank=rank)
-    store = RemoteStore(peer, counters, layout.block_tokens, config.io.deadline)
+    peers = peers_of(config, place, layout, "worker", rank)
+    tokens, deadline_s = layout.block_tokens, config.io.deadline
+    store: RemoteStore | PooledStore
+    if len(peers) > 1:
+        store = PooledStore(peers, counters, tokens, deadline_s)
+    else:
+        store = RemoteStore(peers[0], counters, tokens, deadline_s)
     welcome = store.open()
     geometry = dataclasses.replace(layout.geometry, encrypted=welcome.encrypted)
     if geometry.frame_bytes != welcome.frame_bytes:
-        store.link.close()
+        store.leave()
         raise ConfigError(
-            f"nodes: the node {peer.address} has frames of {welcome.frame_bytes} bytes for this "
-            f"model, this engine {geometry.frame_bytes}: use the same release of both"
+            f"nodes: the node {peers[0].address} has frames of {welcome.frame_bytes} bytes for "
+            f"this model, this engine {geometry.frame_bytes}: use the same release of both"
         )
     return store, dataclasses.replace(layout, geometry=geometry)
 
@@ -80,20 +112,25 @@ def open_remote_store(
 def open_remote_index(
     config: SSDKVConfig, place: StorePlace, layout: KVLayout, stack: ExitStack
 ) -> tuple[SchedulerStore, list[bytes]]:
-    """The scheduler's half in a node, and the digest of each rank's weights.
+    """The scheduler's half in a node or in several, and the digest of each rank's weights.
 
     ``stack`` closes what was opened if the start fails.
 
     Raises:
-        ConfigError: see :func:`peer_of`.
-        StoreError: the node does not answer or refuses, or a rank has not told of its weights.
+        ConfigError: see :func:`peers_of`.
+        StoreError: no node answers, or one refuses, or a rank has not told of its weights.
     """
     counters = place.counters
-    link = NodeLink(peer_of(config, place, layout, "scheduler"), counters, with_bytes=False)
-    welcome = link.start().welcome
-    stack.callback(link.close)
-    index = RemoteIndex(link, counters)
-    stack.callback(index.close)
+    peers = peers_of(config, place, layout, "scheduler")
+    index: RemoteIndex | PooledIndex
+    if len(peers) > 1:
+        index, name_key = _pooled_index(config, peers, counters, stack), b""
+    else:
+        link = NodeLink(peers[0], counters, with_bytes=False)
+        name_key = bytes(link.start().welcome.name_key)
+        stack.callback(link.close)
+        index = RemoteIndex(link, counters)
+        stack.callback(index.close)
     weights = index.bind(BIND_S)
     # What is written, and how much, the node decides.
     policy = WritePolicy(config, [], WearLedger(None, [], counters), [], index.num_slots, counters)
@@ -106,7 +143,27 @@ def open_remote_index(
         "this one computes otherwise, and start it again",
     )
     placement = RemotePlacement(index)
-    store = SchedulerStore(
-        index, placement, [], suspension, policy, counters, bytes(welcome.name_key)
-    )
-    return store, weights
+    return SchedulerStore(index, placement, [], suspension, policy, counters, name_key), weights
+
+
+def _pooled_index(
+    config: SSDKVConfig, peers: Sequence[Peer], counters: Counters, stack: ExitStack
+) -> PooledIndex:
+    """Index of several nodes; each hides keys under a key of its own."""
+    share = ConnectedShare(counters, len(peers))
+    links = [
+        NodeLink(
+            *(peer, counters),
+            with_bytes=False,
+            connected=functools.partial(share.set, node),
+            hides=True,
+        )
+        for node, peer in enumerate(peers)
+    ]
+    slots = start_links(links).num_slots
+    for link in links:
+        stack.callback(link.close)
+    members = [RemoteIndex(link, counters, num_slots=slots) for link in links]
+    for member in members:
+        stack.callback(member.close)
+    return PooledIndex(members, config.nodes, counters, config.replicas)

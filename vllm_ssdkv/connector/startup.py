@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -31,7 +32,11 @@ from vllm_ssdkv.connector.model_layout import (
     kv_layout,
 )
 from vllm_ssdkv.connector.names import BATCH_PLUGIN, RECOMPUTE
-from vllm_ssdkv.connector.node_startup import open_remote_index, open_remote_store
+from vllm_ssdkv.connector.node_startup import (
+    open_remote_index,
+    open_remote_store,
+    volume_peers,
+)
 from vllm_ssdkv.connector.scheduler.admission_slots import AdmissionSlots
 from vllm_ssdkv.connector.scheduler.identities import RankIdentities
 from vllm_ssdkv.connector.scheduler.load_or_recompute import LoadOrRecompute
@@ -45,6 +50,12 @@ from vllm_ssdkv.connector.worker.node_rank import NodeRank
 from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank, RankAccess
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 from vllm_ssdkv.connector.x_settings import why_x_does_not_pay, x_shape
+from vllm_ssdkv.node.client.node_drives import (
+    NodeDrive,
+    NodeDrives,
+    find_drives,
+    with_node_drives,
+)
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import round_up
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
@@ -62,6 +73,8 @@ class _Identity:
     layout: KVLayout
     fingerprint: Fingerprint
     place: StorePlace
+    drives: Sequence[NodeDrive] = ()
+    """Drives of nodes, in page mode."""
 
 
 def _identify(
@@ -77,10 +90,15 @@ def _identify(
     run += "" if replica is None else f" dp{replica}"
     model = str(vllm_config.model_config.model)
     name = directory_name(model, vllm_config.model_config.revision)
+    drives: Sequence[NodeDrive] = ()
+    if config.nodes and config.mode == "page":
+        peers = volume_peers(config, run, 0)
+        drives = find_drives(peers, model, Path(config.state_dir or ""))
+        config = with_node_drives(config, drives, peers)
     place = StorePlace(
         config, layout.geometry, identity, layout.tp_size, replica, model=model, run=run, name=name
     )
-    return _Identity(layout, identity, place)
+    return _Identity(layout, identity, place, drives)
 
 
 def tell_what_has_no_effect(config: SSDKVConfig) -> None:
@@ -106,7 +124,7 @@ def open_worker(
     if vllm_config.device_config.device_type == "cpu":
         request_amx(found.place.counters)
     with ExitStack() as stack:
-        if config.nodes:
+        if config.nodes and config.mode == "reuse":
             node, layout = _reach_node(config, found, rank)
             access: RankAccess = node
             tell_weights = node.tell_weights
@@ -131,13 +149,27 @@ def open_worker(
 def _open_files(config: SSDKVConfig, found: _Identity, rank: int, contexts: int) -> EmbeddedRank:
     """This rank's part of a store in this process."""
     counters = found.place.counters
-    opened = open_rank(found.place, rank, counters, contexts)
+    drives = None
+    if found.drives:
+        drives = NodeDrives(
+            volume_peers(config, found.place.run, rank),
+            found.drives,
+            found.place.model,
+            counters,
+            config.io.deadline,
+        )
+    try:
+        opened = open_rank(found.place, rank, counters, contexts, remote=drives)
+    except BaseException:
+        if drives is not None:
+            drives.close(0.0)
+        raise
     try:
         counters.start_at_zero(opened.files.health.paths)
         engine = opened.files.engine.name
         counters.set("info", 1, mode=config.mode, io_engine=engine, selector=config.selector)
         if rank == 0:
-            lines = opened.describe()
+            lines = opened.describe() + ([] if drives is None else drives.describe())
             if opened.plan.summary_rows:
                 tokens = found.layout.block_tokens
                 lines.append(
@@ -146,9 +178,9 @@ def _open_files(config: SSDKVConfig, found: _Identity, rank: int, contexts: int)
                 )
             logger.info("%s", _summary(config, found, lines))
     except BaseException:
-        opened.close()
+        EmbeddedRank(opened, drives).close()
         raise
-    return EmbeddedRank(opened)
+    return EmbeddedRank(opened, drives)
 
 
 def _reach_node(config: SSDKVConfig, found: _Identity, rank: int) -> tuple[NodeRank, KVLayout]:
@@ -197,7 +229,7 @@ def open_scheduler(
     settings = kv_settings(vllm_config, str(kv_cache_config.kv_cache_layout))
     max_model_len = vllm_config.model_config.max_model_len
     with ExitStack() as stack:
-        if config.nodes:
+        if config.nodes and config.mode == "reuse":
             store, weights = open_remote_index(config, found.place, found.layout, stack)
         else:
             weights = found.place.bind(settings)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.store.format.segment import Segment
+from vllm_ssdkv.store.index.computed_blocks import ComputedBlocks
 from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState
 from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 
@@ -33,6 +34,10 @@ class BlockIndex(Protocol):
         """Slot numbers are below this."""
 
     @property
+    def node_replicas(self) -> int:
+        """Nodes that are to keep a block: so many times a claim names each key."""
+
+    @property
     def counters(self) -> Mapping[str, int]:
         """Events since the start, by name."""
 
@@ -42,10 +47,11 @@ class BlockIndex(Protocol):
     def lookup(self, keys: Sequence[bytes]) -> I64:
         """Slots of the longest prefix of ``keys`` that is ready; int64, shape [<= n]."""
 
-    def awaits(self, name: str, keys: Sequence[bytes], seconds: Seconds) -> bool:
+    def awaits(self, name: str, keys: Sequence[bytes], seconds: Seconds, head: bytes = b"") -> bool:
         """Check whether a request had better wait: others compute what is missing of its blocks.
 
-        ``seconds`` says how long it would compute all of them.
+        ``seconds`` says how long it would compute all of them. ``head``: key of the request's first
+        block, where ``keys`` begin later.
         """
 
     def computes_no_more(self, name: str) -> None:
@@ -54,8 +60,17 @@ class BlockIndex(Protocol):
     def last(self, keys: Sequence[bytes], first: int, end: int, tags: Sequence[int]) -> int:
         """The last n of ``first`` < n <= ``end`` whose key is ready with each of ``tags``."""
 
-    def claim(self, keys: Sequence[bytes], *, again: bool = False) -> I64:
-        """A published slot for each key, or why there is none, such as ``TAKEN``; int64, [n]."""
+    def others(self, slots: I64) -> tuple[I64, I64]:
+        """Slots with the same blocks on other nodes, -1 where none is known, and their epochs; both
+        [n], or empty where there is one place for a block."""
+
+    def claim(
+        self, keys: Sequence[bytes], *, again: bool = False, of: ComputedBlocks | None = None
+    ) -> I64:
+        """A published slot for each key, or why there is none, such as ``TAKEN``; int64, [n].
+
+        ``of``: where blocks belong if there are several nodes; None: each is a run of its own.
+        """
 
     def epoch(self, slot: int) -> int:
         """Epoch of the slot's last allocation."""
@@ -119,6 +134,9 @@ class SlotPlacement(Protocol):
 
     def drop_lost(self) -> int:
         """Take what lies on devices out of use only out of the index; how many blocks."""
+
+    def take_returned(self) -> None:
+        """Have the slots again that devices which are back in use had taken with them."""
 
     def take_segments(self) -> tuple[Segment, ...] | None:
         """The segments, if they have changed since the last call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -22,6 +23,9 @@ class WeightedPlacement(Protocol):
     def drop_lost(self) -> int:
         """Take what lies on devices out of use only out of the index; how many blocks."""
 
+    def take_returned(self) -> None:
+        """Have the slots again that devices which are back in use had taken with them."""
+
     def step(self) -> None:
         """Go on with what is under way."""
 
@@ -29,26 +33,49 @@ class WeightedPlacement(Protocol):
 class DeviceWeights:
     """Health and speed of devices as the workers tell them. Used by the scheduler's thread."""
 
-    def __init__(self, rebalancer: WeightedPlacement, paths: Sequence[str]):
+    def __init__(self, rebalancer: WeightedPlacement, paths: Sequence[str], return_s: float = 0.0):
+        """``return_s``: seconds in which devices that went may come back; 0: they do not."""
         self.paths = tuple(paths)
+        self._return_s, self._lost_at = return_s, 0.0
         self._rebalancer = rebalancer
-        self._lost: set[int] = set()
+        self._lost: dict[int, set[int]] = {}
+        """Ranks that have lost each device which is out of use."""
         # Weights of the devices as configured, and what each rank says they are worth of it.
         self._weights = tuple(rebalancer.weights)
         self._worth: dict[tuple[int, int], float] = {}
         self._even = False
 
-    def mark_lost(self, device: int) -> int:
-        """A device is out of use: what lies nowhere else is dropped. How many blocks that were; 0
-        when it was known. Takes time that grows with the store, once."""
+    def mark_lost(self, device: int, rank: int = 0) -> int:
+        """A device is out of use for a rank: what lies nowhere else is dropped. How many blocks
+        that were; 0 when it was known. Takes time that grows with the store, once."""
         if device in self._lost:
+            self._lost[device].add(rank)
             return 0
-        self._lost.add(device)
+        self._lost[device] = {rank}
+        self._lost_at = time.monotonic()
         self.reweigh()
         dropped = self._rebalancer.drop_lost()
         self._rebalancer.step()
         logger.error("ssdkv: %d stored blocks on %s are out of reach", dropped, self.paths[device])
         return dropped
+
+    def mark_returned(self, device: int, rank: int) -> None:
+        """A device, of a node, is in use again for a rank; for the store when all ranks have it.
+        Takes time that grows with the store, then."""
+        ranks = self._lost.get(device, set())
+        ranks.discard(rank)
+        if ranks or device not in self._lost:
+            return
+        del self._lost[device]
+        self.reweigh()
+        self._rebalancer.take_returned()
+        self._rebalancer.step()
+        logger.warning("ssdkv: %s has its share of new blocks again", self.paths[device])
+
+    @property
+    def may_return(self) -> bool:
+        """Check whether devices out of use may be back soon."""
+        return bool(self._lost) and time.monotonic() - self._lost_at < self._return_s
 
     def update(self, rank: int, worth: Sequence[tuple[int, float]]) -> None:
         """A rank says which part of their weight (device, part) devices are worth."""

@@ -32,10 +32,11 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import format_size
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.store.devices.data_device import OpenDevice, open_device
-from vllm_ssdkv.store.devices.data_file import claim
+from vllm_ssdkv.store.devices.data_file import claim, read_superblock
 from vllm_ssdkv.store.devices.health import DeviceHealth
 from vllm_ssdkv.store.devices.manifest_copies import CopySpreader
 from vllm_ssdkv.store.devices.manifest_from_superblocks import rebuilt
+from vllm_ssdkv.store.devices.remote_devices import RemoteDevices, RemoteVolume, stub_of
 from vllm_ssdkv.store.devices.throughput import ThroughputEstimator
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.journal_record import JOURNAL
@@ -375,6 +376,7 @@ def open_rank(
     contexts: int | None = None,
     *,
     memory: Callable[[int], Arena] = Arena,
+    remote: RemoteDevices | None = None,
 ) -> OpenStore:
     """Open, lock and claim this rank's data files, then start the engine. Blocks on I/O.
 
@@ -384,6 +386,7 @@ def open_rank(
         counters: What devices do is counted here.
         contexts: Slots from which running requests choose at most; None: all.
         memory: Makes the arena, of so many bytes.
+        remote: Has the slots, where they are not in the data files.
 
     Raises:
         StoreLockedError: another engine uses the directory.
@@ -402,7 +405,8 @@ def open_rank(
         place.config.dram_bytes(place.tp_size),
         place.config.io.staging,
         most_bytes=place.config.most_dram_bytes(place.tp_size),
-        scrub=place.config.io.scrub_rate is not None,
+        scrub=place.config.io.scrub_rate is not None
+        or (remote is not None and place.config.replicas > 1),
         choice=choice,
     )
     present = manifest.present()
@@ -411,7 +415,7 @@ def open_rank(
         counters.add("device_lost", 1, device=path)
         counters.set("device_state", 0, device=path)
     with ExitStack() as stack:
-        opened = _open_devices(place, manifest, rank, counters, stack)
+        opened = _open_devices(place, manifest, rank, counters, stack, remote)
         arena = memory(plan.nbytes)
         stack.callback(arena.close)
         codec = place.codec(rank, arena)
@@ -421,12 +425,17 @@ def open_rank(
             paths,
             arena,
             joined=place.geometry.summary_pages > 0,  # segments may be cut at heads
+            base=None
+            if remote is None
+            else remote.open_engine(_volumes(opened, paths, placement), arena),
         )
         deadline = place.config.io.deadline
         stack.callback(engine.close, deadline)
         arena.populate()
         absent = range(len(present), len(manifest.devices))
-        health = DeviceHealth(paths, deadline, counters, absent=absent)
+        health = DeviceHealth(
+            paths, deadline, counters, absent=absent, returning=remote is not None
+        )
         speed = ThroughputEstimator(paths, [device.weight for device in present])
         files = SlotIO(
             geometry,
@@ -441,6 +450,8 @@ def open_rank(
             codec,
             Replicas(health, speed, manifest.numbers, [device.gap for device in present]),
         )
+        if remote is not None:
+            remote.watch(health)
         capacities = tuple(device.capacity for device in present)
         found = OpenStore(files, opened, arena, plan, manifest.numbers, capacities, place.key_id)
         stack.pop_all()
@@ -463,23 +474,31 @@ def _sparse_memory(config: SSDKVConfig, manifest: Manifest, contexts: int | None
 
 
 def _open_devices(
-    place: StorePlace, manifest: Manifest, rank: int, counters: Counters, stack: ExitStack
+    place: StorePlace,
+    manifest: Manifest,
+    rank: int,
+    counters: Counters,
+    stack: ExitStack,
+    remote: RemoteDevices | None,
 ) -> tuple[OpenDevice, ...]:
     """This rank's data files, locked and claimed; ``stack`` closes those that were opened, should
-    a later one fail."""
+    a later one fail. Those of remote devices end behind their superblocks."""
     placement, present = placement_of(manifest), manifest.present()
     opened: list[OpenDevice] = []
     for index, entry in enumerate(present):
+        size = placement.device_bytes(index) if remote is None else SUPERBLOCK_BYTES
         device = open_device(
             entry.path,
             index=index,
             rank=rank,
-            nbytes=round_up(placement.device_bytes(index), PAGE_ALIGN),
+            nbytes=round_up(size, PAGE_ALIGN),
             direct=place.config.io.direct,
             lock_timeout_s=LOCK_TIMEOUT_S,
         )
         stack.callback(device.close)
         opened.append(device)
+        if remote is not None:
+            remote.check(device)
         if place.config.trim:
             trim_new(device, entry.path)
         if _claim(place, device, index, rank):
@@ -487,6 +506,20 @@ def _open_devices(
             entry.missed(0, manifest.opened + 1)
         _cut_to_size(device)
     return tuple(opened)
+
+
+def _volumes(
+    opened: Sequence[OpenDevice], paths: Sequence[str], placement: Placement
+) -> list[RemoteVolume]:
+    """Bytes that remote devices have elsewhere."""
+    found = []
+    for index, (device, path) in enumerate(zip(opened, paths, strict=True)):
+        block = read_superblock(device)
+        if block is None:
+            raise StoreError(f"{device.path} has lost its superblock while it was opened")
+        nbytes = max(PAGE_ALIGN, placement.device_bytes(index) - SUPERBLOCK_BYTES)
+        found.append(RemoteVolume(path, block.device, round_up(nbytes, PAGE_ALIGN)))
+    return found
 
 
 def _cut_to_size(device: OpenDevice) -> None:
@@ -547,6 +580,13 @@ def _find_journal(place: StorePlace, manifest: Manifest) -> None:
     if not lost or (place.config.recover == "strict" and store.journal.exists()):
         return
     set_aside(store.journal)
+    if any(stub_of(Path(device.path)) for device in manifest.devices):
+        logger.error(
+            "ssdkv: %s: what was stored is computed again, since headers of slots on nodes are not "
+            "read for it",
+            lost,
+        )
+        return
     place.counters.add("journal_rebuilds")
     begin = time.monotonic()
     try:

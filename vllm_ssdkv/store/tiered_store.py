@@ -71,10 +71,12 @@ class TieredStore:
         summarizer: SummaryBuilder | None = None,
         trimmer: SlotTrimmer | None = None,
         scrub_rate: int | None = None,
+        mends: bool = False,
         stretches: _io.Stretches | None = None,
     ):
         """``summarizer``: for slots with a tail, and for no others. ``scrub_rate``: bytes per
-        second; the plan has memory for it. None: no scrub. ``stretches``: what ``copy_in`` copies,
+        second; the plan has memory for it. None: no scrub. ``mends``: suspect copies are mended
+        in any case; the plan has memory for that, too. ``stretches``: what ``copy_in`` copies,
         where plain copies are all that it does."""
         geometry = files.geometry
         self.files = files
@@ -156,7 +158,7 @@ class TieredStore:
                 files, self.frames, self._seals, headers, copy_in, block_tokens, stretches
             )
             stack.callback(self._loader.close, files.deadline_s)
-            if scrub_rate is not None:
+            if scrub_rate is not None or mends:
                 pieces = BufferPool(plan.scrub_offset, geometry.slot_bytes, plan.scrub_pieces)
                 self._scrubber = Scrubber(
                     files,
@@ -477,9 +479,11 @@ class TieredStore:
         dense_layers: int = 0,
         layers: Sequence[int] | None = None,
         peer: ReadPath | None = None,
+        *,
+        elsewhere: bool = False,
     ) -> ContextStream:
         """Walk over the contexts of one step's rows in these ``layers``, ascending (default: in
-        all); starts reading at once.
+        all); starts reading at once, unless they are attended to ``elsewhere``.
 
         Rows in ``chosen`` take part in the first ``dense_layers`` of them only.
         """
@@ -495,8 +499,14 @@ class TieredStore:
             dense_layers,
             layers,
             peer=peer,
+            elsewhere=elsewhere,
         )
         return self._stream
+
+    @property
+    def checksums(self) -> ChecksumTable:
+        """Digests of the pages of running contexts."""
+        return self._seals
 
     def stream_x(
         self, contexts: Sequence[NDArray[np.int64]], layers: Sequence[int]

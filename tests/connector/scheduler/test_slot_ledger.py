@@ -96,3 +96,15 @@ def test_no_slot_orders_nothing() -> None:
     with pytest.raises(StoreFullError):
         rig.ledger.allocate(3)
     assert len(rig.draft.copies) == len(rig.ledger) == 3
+
+
+def test_a_write_is_awaited_under_the_epoch_that_it_was_ordered_with() -> None:
+    """The index of a node that was started again says 0 of the slot by then."""
+    rig = Rig()
+    slot = rig.publish(KEY)
+    epoch, writing = rig.index.epoch(slot), rig.ledger.writing
+    assert writing.awaits(slot, epoch)
+    assert not writing.awaits(slot, epoch + 1)
+    assert not writing.awaits(slot + 1, epoch)
+    assert writing.drop(slot)
+    assert not writing.awaits(slot, epoch)

@@ -146,3 +146,28 @@ def test_a_device_that_garbles_is_condemned(
 def test_a_few_flipped_bits_do_not_condemn(health: DeviceHealth) -> None:
     for _ in range(5 * WRONG_TO_QUARANTINE):
         assert content(health, [1] * RIGHT_PER_WRONG, [1]) == frozenset()
+
+
+def test_a_device_of_a_node_comes_back(counters: Counters) -> None:
+    health = DeviceHealth(PATHS, 2.5, counters, returning=True)
+    health.quarantine(1, "its node is gone")
+    assert health.any_out_of_use
+    assert health.restore(1)
+    assert not health.any_out_of_use
+    assert not health.restore(1)
+    assert (health.drain_events(), health.drain_returns()) == ([1], [1])
+    assert counters.total("device_returned", device="/ssd1") == 1
+    # Lost again before anybody asked: it is not told as back.
+    health.quarantine(2, "its node is gone")
+    health.restore(2)
+    health.quarantine(2, "its node is gone")
+    assert (health.drain_events(), health.drain_returns()) == ([2, 2], [])
+
+
+def test_a_device_that_garbles_does_not_come_back(counters: Counters) -> None:
+    health = DeviceHealth(PATHS, 2.5, counters, returning=True)
+    wrong = np.zeros(WRONG_TO_QUARANTINE, dtype=np.intp)
+    health.judge_content(np.zeros(0, dtype=np.intp), wrong)
+    assert health.quarantined == {0}
+    assert not health.restore(0)
+    assert health.quarantined == {0}

@@ -72,7 +72,7 @@ def scrubbing(
     rig: StoreRig,
     *,
     slots: int = SLOTS,
-    rate: float = FAST,
+    rate: float | None = FAST,
     idle: Callable[[], bool] = lambda: True,
     writing: Callable[[int], bool] = lambda _: False,
 ) -> Iterator[Scrubber]:

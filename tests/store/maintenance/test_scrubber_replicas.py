@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from tests.store.conftest import (
     array,
     until,
 )
+from tests.store.maintenance.test_scrubber import scrubbing
 from vllm_ssdkv.store import tiered_store
 from vllm_ssdkv.store.format import slot_geometry
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
@@ -193,3 +195,31 @@ def test_a_slot_that_is_being_written_is_not_visited(make_store: MakeStore) -> N
     assert here.store.drain(PATIENCE_S)
     assert here.store._writer.visit(3, lambda: done.append(3), PATIENCE_S)
     assert done == [3]
+
+
+def test_a_device_that_is_back_is_filled_and_nothing_else_is_read(make_store: MakeStore) -> None:
+    """Without a scrub of everything, and not before all devices are there."""
+    here = make_store(ALL[0], slots=SLOTS, devices=3, replicas=2, scrub_rate=1)
+    assert here.store._scrubber is not None
+    here.store._scrubber._stop.set()
+    here.store._scrubber._thread.join(PATIENCE_S)
+    first, later = dict(list(NAMES.items())[:2]), dict(list(NAMES.items())[2:])
+    here.write(first)
+    here.files.health.quarantine(1, "its node is gone")
+    here.write(later)
+    missed = here.files.replicas.suspects().tolist()
+    assert missed
+    assert set(missed) <= set(later)
+    before = here.total("scrub_bytes")
+    with scrubbing(here, rate=None):
+        time.sleep(0.05)
+        assert here.total("scrub_bytes") == before
+        assert here.files.health.restore(1)
+        until(lambda: not len(here.files.replicas.suspects()), "the repair")
+    assert here.total("mended_copies") == len(missed)
+    for slot in NAMES:
+        assert bytes_of(here, slot, 0) == bytes_of(here, slot, 1)
+    # Both copies are read twice at most, the second time under the writer's eyes, and once more.
+    assert here.total("scrub_bytes") - before <= 6 * len(missed) * (
+        here.geometry.slot_bytes + here.geometry.header_bytes
+    )

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.store.conftest import array, key_of, until
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.store.device_weights import DeviceWeights
 from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES, SlotGeometry
 from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState, Usage
@@ -344,6 +345,35 @@ def test_what_is_lost_while_the_manifest_is_saved_is_not_handed_out() -> None:
     store.rebalancer._finish()
     free = store.index.free_slots()
     assert not store.placement.lost(store.rebalancer.out_of_use(), free).any()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("stored", [0, 7])
+def test_devices_that_come_back_bring_their_slots(at_once: bool, stored: int) -> None:
+    """Whether or not segments were striped anew meanwhile, none is missing, and none is twice."""
+    store = Store()
+    store.begin(stored)
+    slots = store.placement.slots
+    store.saver.at_once = at_once
+    weights = DeviceWeights(store.rebalancer, ["/a", "/b", "/c"], return_s=60.0)
+    assert not weights.may_return
+    for device in range(DEVICES):
+        weights.mark_lost(device, rank=0)
+        weights.mark_lost(device, rank=1)
+    assert weights.may_return
+    assert store.index.gauges()["free"] == 0
+    for device in range(DEVICES):
+        weights.mark_returned(device, rank=1)
+    assert store.index.gauges()["free"] == 0  # one rank has them, the other has not
+    for device in range(DEVICES):
+        weights.mark_returned(device, rank=0)
+    for _ in range(8):  # segments that were striped anew for fewer devices are so once more
+        store.saver.save()
+        store.rebalancer.step()
+    gauges = store.index.gauges()
+    assert gauges["free"] >= slots - stored - 1
+    assert not weights.may_return
+    assert len(set(store.index.free_slots().tolist())) == gauges["free"]
 
 
 def test_what_running_requests_were_promised_is_left_to_them() -> None:

@@ -19,6 +19,9 @@ from vllm_ssdkv.base.errors import SSDKVError, StoreError
 from vllm_ssdkv.base.host import default_root
 from vllm_ssdkv.base.sizes import approximate_size
 from vllm_ssdkv.cli import arguments
+from vllm_ssdkv.store.devices.data_file import peek_superblock
+from vllm_ssdkv.store.devices.owner import DATA_NAME
+from vllm_ssdkv.store.devices.remote_devices import stub_of
 from vllm_ssdkv.store.maintenance.catalog import (
     StoreDetails,
     inspect_store,
@@ -227,8 +230,11 @@ def remove(
             raise StoreError("nothing of the store is there")
         if not yes and not typer.confirm("Remove this?", err=True):
             raise typer.Exit(FAILED)
+        volumes = _volumes(removal)
         remove_files(removal)
         _remove_cache_folders(removal)
+    for line in volumes:
+        typer.echo(line, err=True)
     for path in removal.missing:
         typer.echo(
             f"{path} is not there, and nothing was removed from it: when it is back, remove what "
@@ -251,6 +257,23 @@ def remove(
         typer.echo(f"removed, {approximate_size(removal.nbytes)} are free again")
     if removal.missing:
         raise typer.Exit(FAILED)
+
+
+def _volumes(removal: Removal) -> list[str]:
+    """Lines about volumes on nodes, which a store that is removed leaves behind."""
+    lines = []
+    for file in removal.files:
+        about = stub_of(file.parent)
+        if about is None or DATA_NAME.fullmatch(file.name) is None:
+            continue
+        with contextlib.suppress(OSError, StoreError):
+            block = peek_superblock(file)
+            if block is not None:
+                lines.append(
+                    f"its volume on a node stays: ssdkv node volumes {about.node} --remove "
+                    f"{block.device}"
+                )
+    return lines
 
 
 def _show_removal(removal: Removal) -> None:

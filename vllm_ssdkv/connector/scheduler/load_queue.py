@@ -88,6 +88,7 @@ class LoadQueue:
         if state is not None:
             whole = not self._asked.chooses(name, state.request.num_prompt_tokens)
             adapter = self._identities.adapter_of(state.request)
+        others, their_epochs = self._index.others(load.slots)
         self._draft.loads.append(
             Load(
                 name,
@@ -100,6 +101,8 @@ class LoadQueue:
                 whole,
                 adapter,
                 load.compared,
+                others,
+                their_epochs,
             )
         )
 

@@ -69,6 +69,9 @@ class PageAdmission:
         if not (soon or self._weights.reset()):
             if self._suspension:
                 raise self._suspension.no_room()
+            if self._weights.may_return:
+                self._counters.add("slot_waits")
+                return WaitReason.SLOTS
             raise StoreFailedError(
                 f"request {request.request_id} needs {needed} slots, {self._index.available()} "
                 f"can be had; devices out of use: {self._weights.lost_paths()}. Replace them and "

@@ -58,7 +58,7 @@ class PrefixLookup:
                 return Wait(WaitReason.SEATS)
         keys = self._identities.keys.of(request, last)
         if first < last and self._index.awaits(
-            request.request_id, keys[first:], lambda: self._seconds(request, computed)
+            request.request_id, keys[first:], lambda: self._seconds(request, computed), keys[0]
         ):
             return Wait(WaitReason.ELSEWHERE)
         return self._match(request, computed, keys)

@@ -47,8 +47,10 @@ class ReportIntake:
     def _of_devices(self, rank: int, report: RankReport) -> None:
         weights = self._parts.weights
         for device in report.lost_devices:
-            dropped = weights.mark_lost(device)
+            dropped = weights.mark_lost(device, rank)
             self._counters.add("slots_dropped", dropped, cause="device_lost")
+        for device in report.returned_devices:
+            weights.mark_returned(device, rank)
         weights.update(rank, report.speeds)
 
     def _of_writes(self, report: RankReport) -> list[int]:
@@ -92,7 +94,12 @@ class ReportIntake:
             self._slots.unpin([slot])
 
     def _write_failed(self, slot: int, epoch: int) -> None:
-        if self._index.epoch(slot) != epoch or self._rewriter.failed(slot):
+        if self._index.epoch(slot) != epoch:
+            # A node's slots have no epochs any more when its session has ended, and no pins.
+            if self._slots.writing.awaits(slot, epoch):
+                self._slots.writing.drop(slot)
+            return
+        if self._rewriter.failed(slot):
             return
         self._slots.write_failed(slot)
         self._policy.slot_write_failed(slot)

@@ -11,6 +11,7 @@ from vllm_ssdkv.connector.scheduler.context_recovery import discard_in_flight_ou
 from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerParts
+from vllm_ssdkv.store.index.computed_blocks import RUN_BLOCKS, ComputedBlocks
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -89,12 +90,15 @@ class ReusePolicy:
         self._identities.hbm.holds(hashes, identity, state.block_ids)
         if not (identity and self._reuses) or self._suspension:
             return
-        keys = self._identities.keys.to_store(request, end, first)
+        head = first // RUN_BLOCKS * RUN_BLOCKS
+        from_head = self._identities.keys.to_store(request, end, head)
+        keys = from_head[first - head :]
         if not request.num_preemptions:
             self._write_policy.record_access(keys)
         admitted = self._write_policy.admitted(keys).tolist()
         state.published = first + len(keys)  # the last tokens may still be on their way here
         wanted: list[tuple[bytes, int]] = []
+        runs: list[bytes] = []
         for block, key, block_id in self._groups.completed(state, output, keys, first, computed):
             if self._index.find(key) is not None:
                 continue
@@ -104,8 +108,9 @@ class ReusePolicy:
                 self._write_policy.skip(1, "budget")
             else:
                 wanted.append((key, block_id))
-        again = bool(request.num_preemptions)
-        for cause in self._slots.claim(wanted, again=again) if wanted else ():
+                runs.append(from_head[block // RUN_BLOCKS * RUN_BLOCKS - head])
+        again, of = bool(request.num_preemptions), ComputedBlocks(state.request_id, runs)
+        for cause in self._slots.claim(wanted, of, again=again) if wanted else ():
             self._write_policy.skip(1, cause)
 
     def end_step(self) -> None:

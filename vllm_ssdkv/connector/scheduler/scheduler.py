@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+RETURN_S: Final = 60.0
+"""Wait of requests for nodes that are gone, where there are no other slots, in seconds."""
+
 _POLICIES: Final[dict[str, type[ReusePolicy] | type[PagePolicy]]] = {
     "reuse": ReusePolicy,
     "page": PagePolicy,
@@ -362,7 +365,7 @@ def _make_parts(
         config,
         engine,
         store,
-        DeviceWeights(store.rebalancer, store.device_paths),
+        DeviceWeights(store.rebalancer, store.device_paths, RETURN_S if config.nodes else 0.0),
         requests,
         asked,
         draft,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from vllm_ssdkv.connector.scheduler.pending_writes import PendingWrites
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
 from vllm_ssdkv.connector.scheduler.unverified_blocks import UnverifiedBlocks
 from vllm_ssdkv.store.block_index import BlockIndex, embedded
+from vllm_ssdkv.store.index.computed_blocks import ComputedBlocks
 from vllm_ssdkv.store.index.slot_index import FULL, NOT_ADMITTED, OVER_BUDGET, SlotState
 
 _CAUSES = {FULL: "store_full", NOT_ADMITTED: "admission", OVER_BUDGET: "budget"}
@@ -61,17 +63,24 @@ class SlotLedger:
             return
         self._write(slot, epoch, key)
 
-    def claim(self, blocks: Sequence[tuple[bytes, int]], *, again: bool) -> list[str]:
+    def claim(
+        self, blocks: Sequence[tuple[bytes, int]], of: ComputedBlocks, *, again: bool
+    ) -> list[str]:
         """Have blocks (key, HBM block) of this step found and written, unless they are stored.
 
         Args:
             blocks: Of one request.
+            of: Whose they are.
             again: It was preempted, and may have computed them before.
 
         Returns:
             Cause, for each block that gets no slot and is not stored.
         """
-        slots = self._index.claim([key for key, _ in blocks], again=again).tolist()
+        if self._index.node_replicas > 1:
+            times = range(self._index.node_replicas)
+            blocks = [block for block in blocks for _ in times]
+            of = replace(of, runs=[run for run in of.runs for _ in times])
+        slots = self._index.claim([key for key, _ in blocks], again=again, of=of).tolist()
         for slot, (key, block_id) in zip(slots, blocks, strict=True):
             if slot >= 0:
                 epoch = self._index.epoch(slot)

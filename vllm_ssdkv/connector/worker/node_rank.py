@@ -13,6 +13,7 @@ from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.connector.worker.pinning import pin_memory
 from vllm_ssdkv.connector.worker.rank_store import StoreWork
+from vllm_ssdkv.node.client.pooled_store import PooledStore
 from vllm_ssdkv.node.client.remote_store import RemoteStore
 from vllm_ssdkv.store.format.segment import Segment
 
@@ -39,7 +40,7 @@ class NodeRank:
 
     device_paths: Final[Sequence[str]] = ()
 
-    def __init__(self, store: RemoteStore, counters: Counters, rank: int):
+    def __init__(self, store: RemoteStore | PooledStore, counters: Counters, rank: int):
         """``store`` was opened; the worker closes it."""
         self.counters, self.rank = counters, rank
         self._store = store
@@ -52,7 +53,7 @@ class NodeRank:
         """
         self._store.tell_weights(digest)
 
-    def start(self, work: StoreWork) -> RemoteStore:
+    def start(self, work: StoreWork) -> RemoteStore | PooledStore:
         """Let the node's blocks come."""
         self._store.start(work.copy_in)
         return self._store
@@ -68,6 +69,10 @@ class NodeRank:
         """None: the devices are the node's."""
         return []
 
+    def take_returned_devices(self) -> list[int]:
+        """None: the devices are the node's."""
+        return []
+
     def take_speeds(self) -> list[tuple[int, float]]:
         """None: the devices are the node's."""
         return []
@@ -77,4 +82,4 @@ class NodeRank:
 
     def close(self) -> None:
         """End the session, should the worker not have begun to use it."""
-        self._store.link.close()
+        self._store.leave()

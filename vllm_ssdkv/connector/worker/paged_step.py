@@ -6,6 +6,7 @@ way while the first layer computes. The attention backend uses it layer by layer
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from vllm_ssdkv.attention.exact import NO_CONTEXT, LayerContext, RowBatch, StreamedContext
-from vllm_ssdkv.attention.sparse import SparseDecode
+from vllm_ssdkv.attention.sparse import ChosenPages, SparseDecode
 from vllm_ssdkv.attention.sparse_deviation import SparseDeviation
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.connector.kv_layout import KVLayout, block_layout
@@ -23,6 +24,7 @@ from vllm_ssdkv.connector.worker.step_keys import CHOICE_KEYS, STEP_KEYS
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState
 from vllm_ssdkv.kernels.paged import select_page_kernels
 from vllm_ssdkv.kernels.step_clock import AttentionClock, StepClock
+from vllm_ssdkv.offload.node import NodeContext, NodeOffloader, NodeRows, attend_chosen
 from vllm_ssdkv.offload.offloader import OffloadedContext, Offloader, Outcome
 from vllm_ssdkv.offload.protocol import ContextWork
 from vllm_ssdkv.offload.xcache.x_cache import XCache
@@ -49,7 +51,7 @@ class PagedStep:
         choices: SelectorRegistry | None = None,
         guesses: Prefetcher | None = None,
         deviation: SparseDeviation | None = None,
-        offloader: Offloader | None = None,
+        offloader: Offloader | NodeOffloader | None = None,
         x_cache: XCache | None = None,
     ):
         """``poisoned`` are requests that wait to be computed again: they get no context.
@@ -81,6 +83,13 @@ class PagedStep:
             and offloader.in_use
             and max(row.tokens for row in self._rows) <= OFFLOADED_TOKENS
         )
+        self._nodes: NodeRows | None = None
+        """Rows whose contexts nodes attend to."""
+        if isinstance(offloader, NodeOffloader) and self._offloads:
+            self._offloads = offloader.takes(sum(row.tokens for row in self._rows))
+        if isinstance(offloader, NodeOffloader) and self._offloads:
+            self._nodes = NodeRows(offloader, [row.request_id for row in self._rows])
+            guesses = None
         self._lost = False
         """True if a device holds the step's contexts, and does not give them back."""
         self._decode: SparseDecode | None = None
@@ -120,7 +129,15 @@ class PagedStep:
             self._x_stream = store.stream_x(theirs, context_layers)
             contexts = [none if x else c for c, x in zip(contexts, as_x, strict=True)]
         peer = offloader.peer if self._offloads and offloader is not None else None
-        self._stream = store.stream(contexts, choosing, dense_layers, context_layers, peer)
+        self._stream = store.stream(
+            contexts,
+            choosing,
+            dense_layers,
+            context_layers,
+            peer,
+            elsewhere=self._nodes is not None,
+        )
+        self._following = dict(itertools.pairwise(context_layers))
 
     def row_of(self, write_block: int) -> int:
         """Index of the row whose first query token is written to this HBM block.
@@ -151,7 +168,14 @@ class PagedStep:
     def _device_context(self, layer: int, batch: RowBatch, layout: BlockLayout) -> LayerContext:
         """Contexts that are K and V."""
         streamed = StreamedContext(self._stream, layer, batch, layout)
-        if self._offloader is None or not self._offloads or not self._stream.blocks(layer):
+        if not self._offloads or not self._stream.blocks(layer):
+            return streamed
+        if self._nodes is not None:
+            following = self._following.get(layer, -1)
+            if following >= 0 and self._stream.away(following) is not self._stream.away(layer):
+                following = -1
+            return NodeContext(streamed, self._nodes, following)
+        if not isinstance(self._offloader, Offloader):
             return streamed
         if not self._offloader.in_use:
             self._stream.come_checked()
@@ -167,7 +191,9 @@ class PagedStep:
     ) -> None:
         """Have the device attend to chosen pages, or ``here``."""
         offloader = self._offloader
-        if offloader is None or not offloader.in_use:
+        if self._nodes is not None and isinstance(work.pages, ChosenPages):
+            attend_chosen(self._nodes, work, work.pages, state, clock)
+        elif not isinstance(offloader, Offloader) or not offloader.in_use:
             here()
         elif offloader.attend_or(here, work, state, clock) is Outcome.LOST:
             self._lose()

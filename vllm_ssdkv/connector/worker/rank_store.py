@@ -19,6 +19,7 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.worker.block_copy import FrameMemory
 from vllm_ssdkv.connector.worker.pinning import pin_arena
+from vllm_ssdkv.node.client.node_drives import NodeDrives
 from vllm_ssdkv.store.engine_metrics import EngineMetrics
 from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.open_store import OpenStore
@@ -140,6 +141,9 @@ class RankAccess(Protocol):
     def take_lost_devices(self) -> list[int]:
         """Devices that went out of use since the last call."""
 
+    def take_returned_devices(self) -> list[int]:
+        """Devices that are in use again since the last call."""
+
     def take_speeds(self) -> list[tuple[int, float]]:
         """Devices whose worth has changed since the last call."""
 
@@ -151,11 +155,16 @@ class RankAccess(Protocol):
 
 
 class EmbeddedRank:
-    """A rank's data files, engine and memory in this process."""
+    """A rank's data files, engine and memory in this process.
 
-    def __init__(self, opened: OpenStore):
-        """``opened`` is closed by :meth:`close`."""
-        self.opened = opened
+    Attributes:
+        opened: What is open of the store.
+        drives: Nodes that have the slots; None: the data files have them.
+    """
+
+    def __init__(self, opened: OpenStore, drives: NodeDrives | None = None):
+        """``opened`` and ``drives`` are closed by :meth:`close`."""
+        self.opened, self.drives = opened, drives
         self.counters: Counters = opened.files.counters
         self.rank = opened.files.rank
         self.device_paths: Sequence[str] = opened.files.health.paths
@@ -174,6 +183,7 @@ class EmbeddedRank:
             summarizer=work.summarizer,
             trimmer=self._trimmer() if work.config.trim else None,
             scrub_rate=work.config.io.scrub_rate,
+            mends=self.drives is not None and work.config.replicas > 1,
             stretches=work.stretches,
         )
 
@@ -199,6 +209,10 @@ class EmbeddedRank:
         """See :class:`RankAccess`."""
         return list(self.opened.files.health.drain_events())
 
+    def take_returned_devices(self) -> list[int]:
+        """See :class:`RankAccess`."""
+        return self.opened.files.health.drain_returns()
+
     def take_speeds(self) -> list[tuple[int, float]]:
         """See :class:`RankAccess`."""
         return list(self.opened.files.speed.drain_events())
@@ -217,4 +231,6 @@ class EmbeddedRank:
 
     def close(self) -> None:
         """See :class:`RankAccess`."""
+        if self.drives is not None:
+            self.drives.close(self.opened.files.deadline_s)
         self.opened.close()

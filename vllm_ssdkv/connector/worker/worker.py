@@ -64,6 +64,7 @@ from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
 from vllm_ssdkv.offload.fpga import kernel_shape
+from vllm_ssdkv.offload.node import NodeOffloader
 from vllm_ssdkv.offload.offloader import Offloader
 from vllm_ssdkv.offload.open import open_fpga, open_offloader
 from vllm_ssdkv.offload.xcache.input_layout import InputLayout
@@ -167,7 +168,7 @@ class SSDKVWorker:
         """Says how tokens of blocks that leave HBM are ordered; None: by position."""
         self.deviation: SparseDeviation | None = None
         """Set by benches: compares sparse attention with exact, in steps that begin later."""
-        self.offloader: Offloader | None = None
+        self.offloader: Offloader | NodeOffloader | None = None
         """Has a device attend to contexts, in steps that begin later; benches set their own."""
         self.x_cache: XCache | None = None
         """Keeps contexts as X, and projects them; None: none are stored so."""
@@ -327,10 +328,12 @@ class SSDKVWorker:
         count = functools.partial(self.counters.add, "offload_kernel_calls", kernel="sparf")
         return FpgaChoice(fpga, count)
 
-    def _open_offloader(self, fpga: Backend | None) -> Offloader | None:
+    def _open_offloader(self, fpga: Backend | None) -> Offloader | NodeOffloader | None:
         config, opened = self.config, self._opened
         if config.offload is None:
             return None
+        if config.offload.kind == "node":
+            return self._attend_on_nodes()
         # Its threads wait for reads: one deadline for each drive that hangs.
         deadline_s = config.io.deadline * (len(opened.device_paths) + 1)
         workers = self.layout.tp_size
@@ -338,6 +341,22 @@ class SSDKVWorker:
         if fpga is not None and config.offload.peer:
             made.peer = self._peer_path(fpga)
         return made
+
+    def _attend_on_nodes(self) -> NodeOffloader:
+        """The nodes that have the slots as who attends to them."""
+        rank, layout = self._opened, self.layout
+        if not isinstance(rank, EmbeddedRank) or rank.drives is None:
+            raise TypeError("nodes attend to what they have, and the store is here")
+        return NodeOffloader(
+            self.store,
+            rank.drives,
+            self.context_layout,
+            layout.query_heads or layout.kv_heads,
+            rank.opened.num_slots,
+            # A drive of a node that hangs costs the node one deadline first.
+            2 * self.config.io.deadline,
+            self.counters,
+        )
 
     def _peer_path(self, fpga: Backend) -> ReadPath | None:
         """The way of pages into the FPGA's memory; None where the drives cannot write there."""
@@ -682,6 +701,8 @@ class SSDKVWorker:
                 load.chain,
                 load.behind,
                 load.compared,
+                load.others,
+                load.other_epochs,
             ),
             whole=load.whole,
         )
@@ -729,6 +750,7 @@ class SSDKVWorker:
         self._report.bad.extend(self._store.take_scrubbed())
         self._report.mended.extend(self._store.take_mended())
         self._report.lost_devices.extend(self._opened.take_lost_devices())
+        self._report.returned_devices.extend(self._opened.take_returned_devices())
         self._report.speeds.extend(self._opened.take_speeds())
 
     def _background_ended(self, outcome: LoadOutcome) -> None:
@@ -786,8 +808,9 @@ class SSDKVWorker:
         if self._choices is not None:
             for name, value in self._choices.gauges().items():
                 self.counters.set(name, value)
-        if self.x_cache is not None and self._x_shape is not None and self.offloader is not None:
-            storage = self.offloader.sharing.contexts.device_rate
+        offloader = self.offloader
+        if self.x_cache is not None and self._x_shape and isinstance(offloader, Offloader):
+            storage = offloader.sharing.contexts.device_rate
             self._report.x_rates = self.x_cache.rates(self._x_shape, storage)
         self._opened.update_gauges()
 

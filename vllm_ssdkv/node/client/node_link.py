@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from vllm_ssdkv.base.errors import (
@@ -17,7 +17,8 @@ from vllm_ssdkv.base.errors import (
 )
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.node.client.session import Peer, Session
-from vllm_ssdkv.node.protocol.messages import Welcome
+from vllm_ssdkv.node.protocol.messages import Welcome, pack_keys
+from vllm_ssdkv.store.integrity.store_key import block_name
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class NodeLink:
         *,
         with_bytes: bool,
         opened: Callable[[Session], None] | None = None,
+        connected: Callable[[bool], None] | None = None,
+        hides: bool = False,
     ):
         """
         Args:
@@ -63,6 +66,10 @@ class NodeLink:
                 then closed by whoever uses it.
             opened: Called with each new session before anybody else has it, in the thread that
                 opened it; a NodeError of it ends the session.
+            connected: Told whether the node answers, where the engine has several; None: it has
+                this one, and the gauge says it.
+            hides: Whether keys are hidden here, under the node's own key of names; False: they come
+                as the node stores them.
         """
         self.peer = peer
         self._counters, self._with_bytes, self._opened = counters, with_bytes, opened
@@ -70,7 +77,13 @@ class NodeLink:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ssdkv-node-link", daemon=True)
         self._refusal = ""
-        self._shape: tuple[int, bool, bytes] | None = None
+        self._frames: tuple[int, bool] | None = None
+        self._hides = hides
+        self._name_key: bytes | None = None
+        self._connected = connected or self._set_gauge
+
+    def _set_gauge(self, connected: bool) -> None:
+        self._counters.set("node_connected", float(connected))
 
     @property
     def session(self) -> Session | None:
@@ -101,6 +114,15 @@ class NodeLink:
         self._thread.start()
         return session
 
+    def start_later(self, like: Welcome) -> None:
+        """Keep trying to open the first session, in the background.
+
+        ``like``: welcome of another node of the pool, whose stores have frames of one size.
+        """
+        self._frames = (like.frame_bytes, like.encrypted)
+        self._connected(False)
+        self._thread.start()
+
     def _open(self, timeout: float) -> Session:
         session = Session.open(self.peer, with_bytes=self._with_bytes, timeout=timeout)
         try:
@@ -113,26 +135,37 @@ class NodeLink:
         if self._session is not None and not self._with_bytes:
             self._session.close()
         self._session = session
-        self._counters.set("node_connected", 1.0)
+        self._connected(True)
         return session
 
     def _check(self, welcome: Welcome) -> None:
         """Refuse a store whose blocks lie otherwise, or have other names, than at the start."""
-        shape = (welcome.frame_bytes, welcome.encrypted, bytes(welcome.name_key))
-        if self._shape not in (None, shape):
+        frames, name_key = (welcome.frame_bytes, welcome.encrypted), bytes(welcome.name_key)
+        if self._frames not in (None, frames) or self._name_key not in (None, name_key):
             raise NodeRefusedError(
                 f"the store of the node {self.peer.address} is another one than when this engine "
                 "started: start the engine again"
             )
-        self._shape = shape
+        self._frames, self._name_key = frames, name_key
+
+    def pack_keys(self, keys: Sequence[bytes]) -> bytes:
+        """Keys as this node's store names them, for a message.
+
+        Before the first session nobody knows how they are hidden: the names are then those of no
+        block.
+        """
+        if not self._hides or self._name_key == b"":
+            return pack_keys(keys)
+        return pack_keys([block_name(self._name_key or b"", key) for key in keys])
 
     def _run(self) -> None:
         while not self._stopping.wait(_LOOK_S):
             session = self._session
             if session is not None and not session.ended:
                 continue
-            self._counters.set("node_connected", 0.0)
-            self._counters.add("node_sessions_lost", 1)
+            self._connected(False)
+            if session is not None:
+                self._counters.add("node_sessions_lost", 1)
             logger.warning(
                 "ssdkv: the node %s does not answer: nothing is found in it or stored until it "
                 "does; requests are computed",
@@ -172,4 +205,4 @@ class NodeLink:
             self._thread.join(CONNECT_S + 1.0)
         if session is not None and not self._with_bytes:
             session.close()
-        self._counters.set("node_connected", 0.0)
+        self._connected(False)

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from vllm_ssdkv.base.errors import NodeError, StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.node.client.awaited_chains import AwaitedChains
 from vllm_ssdkv.node.client.node_link import NodeLink
-from vllm_ssdkv.node.client.session import CALL_S, Session
+from vllm_ssdkv.node.client.session import CALL_S, PendingCall, Session
 from vllm_ssdkv.node.protocol.messages import (
     MAX_ENTRIES,
     AskGauges,
@@ -29,8 +29,10 @@ from vllm_ssdkv.node.protocol.messages import (
     Claimed,
     Done,
     Drop,
+    Find,
     ForgetAll,
     Gauges,
+    GoOn,
     Last,
     Leave,
     Lookup,
@@ -41,12 +43,12 @@ from vllm_ssdkv.node.protocol.messages import (
     Touch,
     Unpin,
     pack,
-    pack_keys,
     unpack,
 )
 from vllm_ssdkv.store.block_index import Seconds
 from vllm_ssdkv.store.format.segment import Segment
-from vllm_ssdkv.store.index.slot_index import FULL, SlotState
+from vllm_ssdkv.store.index.computed_blocks import ComputedBlocks
+from vllm_ssdkv.store.index.slot_index import FULL, TAKEN, SlotState
 
 logger = logging.getLogger(__name__)
 
@@ -72,14 +74,25 @@ class RemoteIndex:
         slots = index.lookup(keys)
     """
 
-    def __init__(self, link: NodeLink, counters: Counters):
-        """``link`` was started; it is closed by :meth:`close`."""
+    node_replicas = 1
+    """Of the protocol ``BlockIndex``."""
+
+    def __init__(self, link: NodeLink, counters: Counters, *, num_slots: int = 0):
+        """
+        Args:
+            link: Was started; it is closed by :meth:`close`.
+            counters: Of the scheduler.
+            num_slots: Slots that the node is taken to have if it does not answer yet.
+
+        Raises:
+            StoreError: the node is gone, and ``num_slots`` does not say how many it has.
+        """
         session = link.session
-        if session is None:
+        if session is None and not num_slots:
             raise StoreError(f"the node {link.peer.address} is gone")
         self._link, self._metrics = link, counters
         self._session: Session | None = session
-        self.num_slots = session.welcome.num_slots
+        self.num_slots = num_slots if session is None else session.welcome.num_slots
         self.counters: Mapping[str, int] = Counter()
         self._stored = 0
         self._epochs = np.zeros(self.num_slots, dtype=np.int64)
@@ -131,16 +144,35 @@ class RemoteIndex:
             self._metrics.add("node_call_failures", 1)
             session.end()
 
+    @property
+    def connected(self) -> bool:
+        """Check whether the node answers, as far as is known."""
+        return self._link.session is not None
+
     def _call(self, message: Message, answer: type[Answer]) -> Answer | None:
         """Call the node; None: it is gone, or does not answer."""
+        return self._take(self._ask(message, answer))
+
+    def _ask(self, message: Message, answer: type[Answer]) -> PendingCall[Answer] | None:
+        """Send a call; None: the node is gone. :meth:`_take` must follow."""
         session = self._current()
         if session is None:
             return None
         try:
-            return session.call(message, answer)
+            return session.ask(message, answer)
+        except NodeError:
+            self._metrics.add("node_call_failures", 1)
+            return None
+
+    def _take(self, call: PendingCall[Answer] | None) -> Answer | None:
+        """Answer of a call; None: the node is gone, or does not answer."""
+        if call is None:
+            return None
+        try:
+            return call.take()
         except NodeError as error:
             self._metrics.add("node_call_failures", 1)
-            if not session.ended:
+            if not call.session.ended:
                 logger.warning(
                     "ssdkv: the node %s refused a call: %s", self._link.peer.address, error
                 )
@@ -190,8 +222,8 @@ class RemoteIndex:
         if end == len(known) or keys[end] in self._absent:
             return np.array(known[:end], dtype=np.int64)
         found = [_NO_SLOTS]
-        for part in _parts(keys):
-            told = self._call(Lookup(pack_keys(part)), Slots)
+        for part in parts(keys):
+            told = self._call(Lookup(self._link.pack_keys(part)), Slots)
             if told is None:
                 break
             found.append(self._usable(part, told))
@@ -199,20 +231,21 @@ class RemoteIndex:
                 break
         return np.concatenate(found)
 
-    def awaits(self, name: str, keys: Sequence[bytes], seconds: Seconds) -> bool:
+    def awaits(self, name: str, keys: Sequence[bytes], seconds: Seconds, head: bytes = b"") -> bool:
         """Check whether a request had better wait: others compute what is missing of its blocks.
 
         Args:
             name: Of the request.
             keys: Of its blocks that are not in HBM.
             seconds: Says how long it would compute all of them.
+            head: Not used here.
         """
         chain = self._chains.of(name)
         if not self._chains.asks_again(chain):
             return True
         over = chain.begun is not None and self._chains.overdue(chain, seconds())
         part = keys[:MAX_ENTRIES]
-        told = self._call(Lookup(pack_keys(part), chain.number, over), Slots)
+        told = self.look_for_others(chain.number, part, over=over)
         if told is not None:
             slots = self._usable(part, told)
             if told.expected and not over:
@@ -228,7 +261,45 @@ class RemoteIndex:
         """A request has ended. Does not wait."""
         chain = self._chains.take(name)
         if chain is not None:
-            self._tell(Leave(chain.number))
+            self.leave(chain.number)
+
+    def look_for_others(self, chain: int, keys: Sequence[bytes], *, over: bool) -> Slots | None:
+        """Look up blocks that a request is to compute unless others do, or in any case if its
+        waiting is ``over``; None: the node is gone."""
+        return self._call(Lookup(self._link.pack_keys(keys), chain, over), Slots)
+
+    def leave(self, chain: int) -> None:
+        """The request with this number computes nothing more. Does not wait."""
+        self._tell(Leave(chain))
+
+    def go_on(self, chain: int) -> None:
+        """The request with this number still computes. Does not wait."""
+        self._tell(GoOn(chain))
+
+    def ask_each(self, keys: Sequence[bytes]) -> PendingCall[Slots] | None:
+        """Ask which of up to ``MAX_ENTRIES`` keys are stored; :meth:`found_each` must follow."""
+        return self._ask(Find(self._link.pack_keys(keys)), Slots) if self.connected else None
+
+    def found_each(self, count: int, call: PendingCall[Slots] | None) -> I64:
+        """Slot of each of ``count`` keys, -1 where it is not stored; int64, [n]."""
+        told = self._take(call)
+        found = np.full(count, -1, dtype=np.int64)
+        if told is None:
+            return found
+        slots, epochs = unpack(told.slots), unpack(told.epochs)
+        if len(slots) != count or len(epochs) != count:
+            self._wrong(f"{len(slots)} slots for {count} keys")
+            return found
+        here = (slots >= 0) & (slots < self.num_slots)
+        self._epochs[slots[here]], self._live[slots[here]] = epochs[here], True
+        found[here] = slots[here]
+        return found
+
+    def _wrong(self, why: str) -> None:
+        """End the session of a node that answers what cannot be."""
+        logger.error("ssdkv: the node %s gave a wrong answer: %s", self._link.peer.address, why)
+        if self._session is not None:
+            self._session.end()
 
     def _usable(self, keys: Sequence[bytes], told: Slots) -> I64:
         """Slots of an answer that are below :attr:`num_slots`, remembered."""
@@ -251,7 +322,7 @@ class RemoteIndex:
         if end <= first:
             return first
         begin = max(first, end - MAX_ENTRIES)
-        message = Last(pack_keys(keys[begin:end]), begin, end, list(tags))
+        message = Last(self._link.pack_keys(keys[begin:end]), begin, end, list(tags))
         told = self._call(message, Position)
         if told is None or not begin < told.position <= end:
             return first
@@ -295,14 +366,14 @@ class RemoteIndex:
 
     def touch_chain(self, keys: Sequence[bytes]) -> None:
         """Mark what is stored of a chain, head first, as just used. Does not wait."""
-        for part in _parts(keys):
-            self._tell(Touch(pack_keys(part)))
+        for part in parts(keys):
+            self._tell(Touch(self._link.pack_keys(part)))
 
     def pin(self, slots: I64) -> None:
         """Keep slots from eviction, those that still hold what was found. Does not wait."""
         self._current()
         self._pins.update(slots.tolist())
-        for part in _parts(slots):
+        for part in parts(slots):
             self._tell(Pin(pack(part), pack(self._epochs[part])))
 
     def unpin(self, slots: I64) -> None:
@@ -315,31 +386,43 @@ class RemoteIndex:
                 held.append(slot)
             if not self._pins[slot]:
                 del self._pins[slot]
-        for part in _parts(np.array(held, dtype=np.int64)):
+        for part in parts(np.array(held, dtype=np.int64)):
             self._tell(Unpin(pack(part), pack(self._epochs[part])))
 
-    def claim(self, keys: Sequence[bytes], *, again: bool = False) -> I64:
+    def others(self, slots: I64) -> tuple[I64, I64]:
+        """None: a block is on this node alone."""
+        return _NO_SLOTS, _NO_SLOTS
+
+    def claim(
+        self, keys: Sequence[bytes], *, again: bool = False, of: ComputedBlocks | None = None
+    ) -> I64:
         """A slot of this session for each key, or why there is none; one round trip.
 
         Blocks are found once every rank has saved them. While the node is gone there are no slots.
         """
-        found = []
-        for part in _parts(keys):
-            told = self._call(Claim(pack_keys(part), first=not again), Claimed)
-            if told is None:
-                self._metrics.add("stores_skipped", len(part), cause="node")
-                found.append(np.full(len(part), -1, dtype=np.int64))
-                continue
-            slots, epochs = unpack(told.slots), unpack(told.epochs)
-            beyond = slots >= self.num_slots
-            ours = (slots >= 0) & ~beyond
-            self._pins.update(slots[ours].tolist())
-            self._epochs[slots[ours]], self._live[slots[ours]] = epochs[ours], True
-            if beyond.any():
-                self._tell(Unpin(pack(slots[beyond]), pack(epochs[beyond])))
-                slots = np.where(beyond, FULL, slots)
-            found.append(slots)
+        calls = ((part, self.ask_claim(part, again=again)) for part in parts(keys))
+        found = [self.claimed(len(part), call) for part, call in calls]
         return np.concatenate(found) if found else _NO_SLOTS
+
+    def ask_claim(self, keys: Sequence[bytes], *, again: bool) -> PendingCall[Claimed] | None:
+        """Claim up to ``MAX_ENTRIES`` keys; :meth:`claimed` must follow."""
+        return self._ask(Claim(self._link.pack_keys(keys), first=not again), Claimed)
+
+    def claimed(self, count: int, call: PendingCall[Claimed] | None) -> I64:
+        """Slot of each of ``count`` keys, or why there is none; int64, [n]."""
+        told = self._take(call)
+        if told is None:
+            self._metrics.add("stores_skipped", count, cause="node")
+            return np.full(count, TAKEN, dtype=np.int64)
+        slots, epochs = unpack(told.slots), unpack(told.epochs)
+        beyond = slots >= self.num_slots
+        ours = (slots >= 0) & ~beyond
+        self._pins.update(slots[ours].tolist())
+        self._epochs[slots[ours]], self._live[slots[ours]] = epochs[ours], True
+        if beyond.any():
+            self._tell(Unpin(pack(slots[beyond]), pack(epochs[beyond])))
+            slots = np.where(beyond, FULL, slots)
+        return slots
 
     def durable(self, slot: int | I64) -> None:
         """Count what every rank has written; the node knows it already."""
@@ -351,7 +434,7 @@ class RemoteIndex:
         slots = np.atleast_1d(slot)
         slots = slots[self._live[slots]]
         self._live[slots] = False
-        for part in _parts(slots):
+        for part in parts(slots):
             self._tell(Drop(pack(part), pack(self._epochs[part]), "engine"))
 
     def gauges(self) -> dict[str, int]:
@@ -382,6 +465,13 @@ class RemoteIndex:
         return True
 
 
+class HasSteps(Protocol):
+    """An index that is told of steps."""
+
+    def step(self) -> None:
+        """A step begins."""
+
+
 class RemotePlacement:
     """Placement of a node's slots, of which a scheduler has nothing to decide.
 
@@ -392,7 +482,7 @@ class RemotePlacement:
     weights: Sequence[float] = ()
     slots_to_come = 0
 
-    def __init__(self, index: RemoteIndex):
+    def __init__(self, index: HasSteps):
         self._index = index
 
     def step(self) -> None:
@@ -405,6 +495,9 @@ class RemotePlacement:
     def drop_lost(self) -> int:
         """Nothing: the devices are the node's."""
         return 0
+
+    def take_returned(self) -> None:
+        """Nothing: the devices are the node's."""
 
     def take_segments(self) -> tuple[Segment, ...] | None:
         """None: workers read no devices."""
@@ -426,7 +519,7 @@ class RemotePlacement:
 Entries = TypeVar("Entries", Sequence[bytes], I64)
 
 
-def _parts(entries: Entries) -> Iterator[Entries]:
+def parts(entries: Entries) -> Iterator[Entries]:
     """Cut what is longer than a message may be."""
     for begin in range(0, len(entries), MAX_ENTRIES):
         yield entries[begin : begin + MAX_ENTRIES]

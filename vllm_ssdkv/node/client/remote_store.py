@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -42,7 +42,6 @@ from vllm_ssdkv.node.protocol.messages import (
     WriteFailed,
     Written,
     pack,
-    pack_keys,
     unpack,
 )
 from vllm_ssdkv.node.protocol.shared_memory import map_shared
@@ -191,15 +190,34 @@ class RemoteStore:
         frames = store.reserve_frames(slots, wait=False)
     """
 
-    def __init__(self, peer: Peer, counters: Counters, block_tokens: int, deadline_s: float):
+    def __init__(
+        self,
+        peer: Peer,
+        counters: Counters,
+        block_tokens: int,
+        deadline_s: float,
+        *,
+        ended: Callable[[LoadOutcome], None] | None = None,
+        connected: Callable[[bool], None] | None = None,
+        hides: bool = False,
+    ):
         """
         Args:
             peer: The node, and this rank of the engine.
             counters: Of this rank.
             block_tokens: Tokens of a slot.
             deadline_s: For which a load or a save may stand still.
+            ended: Told of each load that has ended, from any thread, in place of
+                :meth:`take_load_outcomes`.
+            connected, hides: See :class:`NodeLink`.
         """
-        self.link = NodeLink(peer, counters, with_bytes=True, opened=self._opened)
+        self.link = NodeLink(
+            *(peer, counters),
+            with_bytes=True,
+            opened=self._opened,
+            connected=connected,
+            hides=hides,
+        )
         self._counters, self._deadline_s = counters, deadline_s
         self._block_tokens = block_tokens
         self._weights = b""
@@ -213,6 +231,7 @@ class RemoteStore:
         self._written: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._failed: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[LoadOutcome] = queue.SimpleQueue()
+        self._ended = ended or self._outcomes.put
         self._under_way = 0
         self.tails = _NO_TAILS
         self.save_frames = _SaveFrames(self)
@@ -228,8 +247,13 @@ class RemoteStore:
             StoreError: the node does not answer or refuses; the text names the way out.
         """
         session = self.link.start()
-        self._adopt()
+        self.adopt()
         return session.welcome
+
+    @property
+    def usable(self) -> bool:
+        """Check whether something new may begin in the session in use."""
+        return self._memory is not None and self._memory.usable
 
     def describe(self) -> list[str]:
         """Lines of the start-up summary."""
@@ -311,7 +335,7 @@ class RemoteStore:
         )
         memory.receiver.start()
 
-    def _adopt(self) -> None:
+    def adopt(self) -> None:
         """Use the newest session, once nothing of the one before is held or under way."""
         with self._swap:
             newest, memory = self._next, self._memory
@@ -320,6 +344,8 @@ class RemoteStore:
             if memory is not None and not memory.over:
                 return
             self._memory = newest
+        if newest.receiver is None and self._copy_in is not None:
+            self._begin(newest)
         if memory is not None:
             memory.session.close()
 
@@ -378,7 +404,7 @@ class RemoteStore:
         shared = memory.channel.is_unix
         frame_bytes = memory.session.welcome.frame_bytes
         offsets = places.astype(np.int64) * frame_bytes if shared else _NO_OFFSETS
-        message = Save(pack(slots), pack(epochs), pack_keys(keys), pack(offsets), bound)
+        message = Save(pack(slots), pack(epochs), self.link.pack_keys(keys), pack(offsets), bound)
         payload = () if shared else memory.region.frames.views(places)
         self._send(memory, message, number, payload)
 
@@ -415,7 +441,7 @@ class RemoteStore:
 
     def take_write_results(self) -> tuple[Pairs, Pairs]:
         """(slot, epoch) pairs written and failed since the last call."""
-        self._adopt()
+        self.adopt()
         return _drain(self._written), _drain(self._failed)
 
     # ---- load path ----
@@ -432,13 +458,13 @@ class RemoteStore:
                 if not over:
                     memory.loads[number] = _Loading(job, time.monotonic(), missing)
         if memory is None or over:
-            self._outcomes.put(_failure(job))
+            self._ended(_failure(job))
             return
         message = Load(
             as_name(job.request_id),
             pack(job.slots),
             pack(job.epochs),
-            pack_keys(job.keys),
+            self.link.pack_keys(job.keys),
             pack(job.block_ids),
             len(job.slots) if job.chain is None else job.chain,
             job.behind,
@@ -450,12 +476,7 @@ class RemoteStore:
         """Loads that ended since the last call; waits so long for the first one, if any is under
         way. A node that lets one stand still for the deadline counts as gone. Where nothing is
         under way, the step has nothing to do, and its core is free for so long."""
-        memory = self._memory
-        since = time.monotonic() - self._deadline_s
-        if memory is not None and memory.usable and memory.stood_still(since):
-            logger.error("ssdkv: the node did nothing for %g s", self._deadline_s)
-            self._counters.add("node_call_failures", 1)
-            memory.session.end()
+        self.end_if_still()
         if patience_s > 0 and not self._under_way:
             time.sleep(patience_s)  # who computes for requests that wait may need the core
         outcomes: list[LoadOutcome] = []
@@ -467,6 +488,17 @@ class RemoteStore:
                 break
         self._under_way -= len(outcomes)
         return outcomes
+
+    def end_if_still(self) -> None:
+        """End a session in which a load or a save has stood still for the deadline."""
+        memory = self._memory
+        since = time.monotonic() - self._deadline_s
+        if memory is not None and memory.usable and memory.stood_still(since):
+            logger.error(
+                "ssdkv: the node %s did nothing for %g s", self.link.peer.address, self._deadline_s
+            )
+            self._counters.add("node_call_failures", 1)
+            memory.session.end()
 
     def take_scrubbed(self) -> Pairs:
         """None: the node drops what its scrub finds."""
@@ -510,7 +542,7 @@ class RemoteStore:
         for pair in unwritten.items():
             self._failed.put(pair)
         for loading in loads:
-            self._outcomes.put(_failure(loading.job))
+            self._ended(_failure(loading.job))
 
     def _take(self, memory: _Memory, frame: Frame) -> None:
         for descriptor in frame.descriptors:
@@ -630,10 +662,10 @@ class RemoteStore:
         if not ended.complete or loading.failed or loading.missing:
             outcome = _failure(job)
             outcome.bad.extend(bad)
-            self._outcomes.put(outcome)
+            self._ended(outcome)
             return
         copy = None if last is None else (int(job.slots[-1]), int(job.epochs[-1]), last)
-        self._outcomes.put(
+        self._ended(
             LoadOutcome(
                 job.request_id,
                 True,
@@ -651,6 +683,10 @@ class RemoteStore:
         )
 
     # ---- end ----
+
+    def leave(self) -> None:
+        """End the session, should nobody have begun to use it."""
+        self.link.close()
 
     def close(self, *, read_elsewhere: bool = False) -> None:
         """Wait until the node has what was flushed, and end the session."""

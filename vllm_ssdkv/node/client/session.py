@@ -6,11 +6,11 @@ import os
 import threading
 import time
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, Generic, TypeVar
 
 from vllm_ssdkv.base.errors import NodeError, NodeGoneError, NodeRefusedError, ProtocolError
 from vllm_ssdkv.node.protocol.address import Address
-from vllm_ssdkv.node.protocol.channel import Channel, Frame
+from vllm_ssdkv.node.protocol.channel import Channel
 from vllm_ssdkv.node.protocol.credentials import Credentials
 from vllm_ssdkv.node.protocol.frames import DEFAULT_LIMITS, VERSIONS, negotiate
 from vllm_ssdkv.node.protocol.messages import Hello, Message, Role, StoreSpec, Welcome
@@ -63,6 +63,36 @@ class Peer:
             self.store,
             session,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PendingCall(Generic[Answer]):
+    """A call that was sent, and whose answer was not taken yet.
+
+    Attributes:
+        session: That has sent it.
+        name: Of its message.
+        answer: Type of the answer.
+        deadline: Of the monotonic clock.
+
+    Example:
+        pending = [session.ask(Find(keys), Slots) for session in sessions]
+        answers = [call.take() for call in pending]
+    """
+
+    session: Session
+    name: str
+    answer: type[Answer]
+    deadline: float
+
+    def take(self) -> Answer:
+        """Wait for the answer, once; anything but an answer ends the session.
+
+        Raises:
+            NodeRefusedError: the node refused this call alone; the session goes on.
+            NodeError: the session is over.
+        """
+        return self.session.take(self)
 
 
 class Session:
@@ -123,12 +153,37 @@ class Session:
             NodeRefusedError: the node refused this call alone; the session goes on.
             NodeError: the session is over.
         """
+        return self.ask(message, answer, timeout).take()
+
+    def ask(
+        self, message: Message, answer: type[Answer], timeout: float = CALL_S
+    ) -> PendingCall[Answer]:
+        """Send a call, so that others can be sent to other nodes before its answer is taken.
+
+        No other call of this session goes out until :meth:`PendingCall.take`, which must follow.
+
+        Raises:
+            NodeError: the session is over.
+        """
         deadline = time.monotonic() + timeout
         if not self._lock.acquire(timeout=timeout):
             self.end()
             raise NodeGoneError(f"{self.calls.peer} answered no call for {timeout:g} s")
+        self._number += 1
         try:
-            frame = self._exchange(message, deadline)
+            self.calls.send(message, call_id=self._number, timeout=_left(deadline))
+        except BaseException:
+            self.end()
+            self._lock.release()
+            raise
+        return PendingCall(self, type(message).__name__, answer, deadline)
+
+    def take(self, call: PendingCall[Answer]) -> Answer:
+        """See :meth:`PendingCall.take`."""
+        try:
+            frame = self.calls.receive(_left(call.deadline))
+            if frame.call_id != self._number or not frame.is_answer or frame.payload_bytes:
+                raise ProtocolError("answer", f"{self.calls.peer} answered another call")
         except NodeError:
             self.end()
             raise
@@ -136,24 +191,34 @@ class Session:
             self._lock.release()
         if frame.message is None:
             raise NodeRefusedError(f"{self.calls.peer}: {frame.error}")
-        if not isinstance(frame.message, answer):
+        if not isinstance(frame.message, call.answer):
             self.end()
-            raise ProtocolError(
-                "answer",
-                f"{self.calls.peer} answered {type(message).__name__} with "
-                f"{type(frame.message).__name__}",
-            )
+            got = type(frame.message).__name__
+            text = f"{self.calls.peer} answered {call.name} with {got}"
+            raise ProtocolError("answer", text)
         return frame.message
 
-    def _exchange(self, message: Message, deadline: float) -> Frame:
-        if self._ended:
-            raise NodeGoneError(f"the session with {self.calls.peer} has ended")
-        self._number += 1
-        self.calls.send(message, call_id=self._number, timeout=_left(deadline))
-        frame = self.calls.receive(_left(deadline))
-        if frame.call_id != self._number or not frame.is_answer or frame.payload_bytes:
-            raise ProtocolError("answer", f"{self.calls.peer} answered another call")
-        return frame
+    def open_attention(self, timeout: float) -> Channel:
+        """A third connection, for attention: of a session with volumes. The caller closes it.
+
+        Raises:
+            NodeError: the node does not answer, or refuses.
+        """
+        peer = self.peer
+        hello = Hello(
+            VERSIONS[0],
+            VERSIONS[-1],
+            peer.role,
+            "attend",
+            peer.run,
+            peer.rank,
+            peer.store,
+            self.welcome.session,
+        )
+        channel, _, descriptors = _greet(peer, hello, time.monotonic() + timeout)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return channel
 
     def tell(self, message: Message) -> None:
         """Send what has no answer, behind the calls before it; where it cannot go, the session

@@ -39,8 +39,8 @@ NOT_ADMITTED: Final = -3
 OVER_BUDGET: Final = -4
 """Slot of a key in :class:`Claimed`: a daily write budget is used up."""
 
-Role: TypeAlias = Literal["scheduler", "worker", "status"]
-Part: TypeAlias = Literal["calls", "bytes"]
+Role: TypeAlias = Literal["scheduler", "worker", "status", "volume"]
+Part: TypeAlias = Literal["calls", "bytes", "attend"]
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Number: TypeAlias = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
@@ -198,6 +198,19 @@ class Slots(Message, frozen=True):
 
 class Leave(Message, frozen=True):
     """The request with this number computes nothing more. No answer."""
+
+    chain: Count
+
+
+class Find(Message, frozen=True):
+    """Find each of ``keys``, whatever is stored of the others; answered by :class:`Slots`, one for
+    each key, -1 with epoch 0 where it is not stored."""
+
+    keys: Keys
+
+
+class GoOn(Message, frozen=True):
+    """The request with this number still computes what its chain holds. No answer."""
 
     chain: Count
 
@@ -469,6 +482,259 @@ class Status(Message, frozen=True):
     sessions: Annotated[list[SessionStatus], Meta(max_length=MAX_ENTRIES)]
 
 
+# ---- volumes: calls and bytes of a session with the role ``volume`` ----
+
+VolumeName: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
+"""UUID of a volume: that of the data file which the engine has in its stead."""
+
+MAX_DRIVES: Final = 64
+
+
+class AskDrives(Message, frozen=True):
+    """Ask for the node's drives; answered by :class:`Drives`.
+
+    Attributes:
+        model: Name of the engine's model, which decides on its share of each drive.
+    """
+
+    model: Name
+
+
+class Drive(Message, frozen=True):
+    """One drive of a node.
+
+    Attributes:
+        name: UUID of the drive, which stays with it.
+        path: Of the drive, for people.
+        room: Bytes that an engine of the model may take there, all ranks together.
+    """
+
+    name: VolumeName
+    path: Reason
+    room: Count
+
+
+class Drives(Message, frozen=True):
+    """Drives of a node, in the order of its options: numbers of drives are places in this list."""
+
+    drives: Annotated[list[Drive], Meta(max_length=MAX_DRIVES)]
+
+
+class AskVolumes(Message, frozen=True):
+    """Ask for volumes; answered by :class:`Volumes`. Of a volume session or a status session.
+
+    Attributes:
+        names: Of those that are asked for; empty: of all.
+    """
+
+    names: Annotated[list[VolumeName], Meta(max_length=MAX_ENTRIES)]
+
+
+class VolumeStatus(Message, frozen=True):
+    """One volume of a node.
+
+    Attributes:
+        name: Of the volume.
+        drive: Path of its drive, for people.
+        model: Name of the model of the engine that made it.
+        nbytes: Bytes that it takes on the drive.
+        open: Whether a session has it open.
+        idle_s: Seconds since a session has closed it.
+    """
+
+    name: VolumeName
+    drive: Reason
+    model: Name
+    nbytes: Count
+    open: bool
+    idle_s: Seconds
+
+
+class Volumes(Message, frozen=True):
+    """Volumes that there are, of those that were asked for."""
+
+    volumes: Annotated[list[VolumeStatus], Meta(max_length=MAX_ENTRIES)]
+
+
+class OpenVolumes(Message, frozen=True):
+    """Open the volumes of one rank, once for each session; answered by :class:`VolumesOpened`.
+
+    A volume that is not there is made. One session at a time has a volume.
+
+    Attributes:
+        names: Of the volume on each drive of the node.
+        nbytes: Bytes of each.
+        model: Name of the engine's model.
+    """
+
+    names: Annotated[list[VolumeName | None], Meta(max_length=MAX_DRIVES)]
+    nbytes: Annotated[list[Count], Meta(max_length=MAX_DRIVES)]
+    model: Name
+
+
+class VolumesOpened(Message, frozen=True):
+    """Volumes are open.
+
+    Attributes:
+        window: Bytes that may be asked of each drive, or be on their way to it, at a time. A frame
+            may have half of it.
+    """
+
+    window: Count
+
+
+class MoveBytes(Message, frozen=True):
+    """Read or write stretches of one volume; answered by :class:`Moved`, in any order.
+
+    The payload of a write has the bytes of all stretches, one behind the other.
+
+    Attributes:
+        drive: Number of the drive.
+        write: Direction.
+        offsets: Offset in the volume of each stretch; multiples of 4096.
+        lengths: Bytes of each; multiples of 4096.
+    """
+
+    drive: Annotated[int, Meta(ge=0, lt=MAX_DRIVES)]
+    write: bool
+    offsets: Numbers
+    lengths: Numbers
+
+
+class Moved(Message, frozen=True):
+    """Stretches were read or written.
+
+    The payload has the bytes that were read: as many of each stretch as its result says.
+
+    Attributes:
+        results: Bytes of each stretch that were moved, or a negative ``errno``.
+    """
+
+    results: Numbers
+
+
+class RemoveVolume(Message, frozen=True):
+    """Remove a volume that nobody has open; answered by :class:`Done`. Of a status session."""
+
+    name: VolumeName
+
+
+# ---- attention: the connection ``attend`` of a session with the role ``volume`` ----
+
+
+class AttendShape(Message, frozen=True):
+    """First message of the connection: shape of slots and queries; answered by :class:`Done`.
+
+    Attributes:
+        layers: Layers of a slot.
+        kv_heads: KV heads of this rank.
+        groups: Pages of a KV head and layer.
+        page_tokens: Tokens of a page.
+        query_heads: Of this rank, a multiple of the KV heads.
+        head_size: Channels of a head.
+        dtype: Of queries, and of K and V.
+        slots: Slot numbers are below this.
+    """
+
+    layers: Annotated[int, Meta(ge=1, le=1 << 16)]
+    kv_heads: Annotated[int, Meta(ge=1, le=1 << 12)]
+    groups: Annotated[int, Meta(ge=1, le=1 << 12)]
+    page_tokens: Annotated[int, Meta(ge=1, le=1 << 12)]
+    query_heads: Annotated[int, Meta(ge=1, le=1 << 12)]
+    head_size: Annotated[int, Meta(ge=8, le=256, multiple_of=8)]
+    dtype: Literal["float32", "float16", "bfloat16"]
+    slots: Annotated[int, Meta(ge=1, le=1 << 40)]
+
+
+Places: TypeAlias = Annotated[bytes, Meta(max_length=8 << 20)]
+
+
+class TellBlocks(Message, frozen=True):
+    """Places of blocks in the volumes, and digests of their pages. No answer.
+
+    Attributes:
+        slots: Of each block.
+        places: Of all pages of K and V, block after block: the number of the drive in the upper 16
+            bits, the offset in its volume in the others; -1 for a page that is not here.
+        digests: Of the same pages, by whoever wrote them.
+    """
+
+    slots: Numbers
+    places: Places
+    digests: Places
+
+
+class TellRow(Message, frozen=True):
+    """Blocks of a row's context here: the first ``keep`` that it had, and these behind. No answer.
+
+    Attributes:
+        row: Number of the row, which the engine chooses.
+        keep: Blocks that stay.
+        slots: Of the blocks that follow.
+    """
+
+    row: Annotated[int, Meta(ge=0, le=1 << 20)]
+    keep: Count
+    slots: Numbers
+
+
+class Forget(Message, frozen=True):
+    """These slots get other bytes, and these rows are no more. No answer."""
+
+    slots: Numbers
+    rows: Numbers
+
+
+MAX_STATES: Final = 12 << 20
+"""Bytes of queries in one call, and of states in its answer. They are in the bodies: whoever waits
+for credit would have to receive meanwhile."""
+
+States: TypeAlias = Annotated[bytes, Meta(max_length=MAX_STATES)]
+
+
+class Attend(Message, frozen=True):
+    """Attend to contexts; answered by :class:`Attended`.
+
+    Attributes:
+        layer: From 0.
+        scale: Of the logits.
+        rows: Rows that attend.
+        query: [T, Hq, D].
+        counts: Queries of each row, in their order; empty: one each.
+        selection: A bit for each page of the rows' blocks in this layer that is here: row, block,
+            KV head, group; empty: all are attended to.
+        masks: Of pages that were selected, in the same order, a bit for each token to attend to;
+            empty: all.
+        following: Layer that these rows will attend to next, to read ahead for; -1: none.
+    """
+
+    layer: Annotated[int, Meta(ge=0, lt=1 << 16)]
+    scale: Annotated[float, Meta(ge=-1e6, le=1e6)]
+    rows: Numbers
+    query: States
+    counts: Numbers = b""
+    selection: Places = b""
+    masks: Places = b""
+    following: Annotated[int, Meta(ge=-1, lt=1 << 16)] = -1
+
+
+class Attended(Message, frozen=True):
+    """Partial states of all queries.
+
+    Attributes:
+        states: acc [T, Hq, D], m and l [T, Hq], fp32.
+        slots, pages: Slot and number in it of pages that are wrong or unreadable here, and were not
+            attended to; without a selection all pages of that KV head, block and layer.
+        wait_s, attend_s: For which reads were waited for, and in which pages were attended to.
+    """
+
+    states: States
+    slots: Numbers
+    pages: Numbers
+    wait_s: Seconds
+    attend_s: Seconds
+
+
 # ---- their numbers ----
 
 KINDS: Final[dict[int, type[Message]]] = {
@@ -491,6 +757,8 @@ KINDS: Final[dict[int, type[Message]]] = {
     33: AskGauges,
     34: Gauges,
     35: Leave,
+    36: Find,
+    37: GoOn,
     40: TellWeights,
     41: Region,
     42: Save,
@@ -504,6 +772,21 @@ KINDS: Final[dict[int, type[Message]]] = {
     50: LoadEnded,
     60: AskStatus,
     61: Status,
+    70: AskDrives,
+    71: Drives,
+    72: AskVolumes,
+    73: Volumes,
+    74: OpenVolumes,
+    75: VolumesOpened,
+    76: MoveBytes,
+    77: Moved,
+    78: RemoveVolume,
+    80: AttendShape,
+    81: TellBlocks,
+    82: TellRow,
+    83: Forget,
+    84: Attend,
+    85: Attended,
 }
 """Kind of a frame, and the type of its body. No number is given to another message later."""
 

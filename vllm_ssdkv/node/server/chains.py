@@ -96,6 +96,12 @@ class ChainTable:
             chain.keys.discard(key)
             chain.until = now + CHAIN_S
 
+    def go_on(self, owner: object, number: int, now: float) -> None:
+        """A request still computes; its blocks may be claimed in another node."""
+        chain = self._by_owner.get(owner, {}).get(number)
+        if chain is not None:
+            chain.until = now + CHAIN_S
+
     def leave(self, owner: object, number: int) -> None:
         """A request computes nothing more."""
         chain = self._by_owner.get(owner, {}).pop(number, None)

@@ -8,6 +8,7 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final, Protocol, get_args
 
 from vllm_ssdkv.base.errors import (
     NodeError,
@@ -21,11 +22,15 @@ from vllm_ssdkv.base.metrics_node_server import CALLS, REFUSALS
 from vllm_ssdkv.config.node import NodeConfig
 from vllm_ssdkv.node.protocol.channel import Channel
 from vllm_ssdkv.node.protocol.frames import DEFAULT_LIMITS, VERSIONS, negotiate
-from vllm_ssdkv.node.protocol.messages import AskStatus, Hello, Status, Welcome
+from vllm_ssdkv.node.protocol.messages import AskStatus, Hello, Message, Part, Role, Status, Welcome
+from vllm_ssdkv.node.server.attention import AttentionLink
 from vllm_ssdkv.node.server.leases import Lease
 from vllm_ssdkv.node.server.scheduler_calls import SessionCalls
 from vllm_ssdkv.node.server.session import Session
 from vllm_ssdkv.node.server.store_registry import StoreRegistry
+from vllm_ssdkv.node.server.volume_calls import VolumeCalls
+from vllm_ssdkv.node.server.volume_link import VolumeLink
+from vllm_ssdkv.node.server.volumes import VolumeShelf
 from vllm_ssdkv.node.server.worker_link import WorkerLink
 
 logger = logging.getLogger(__name__)
@@ -35,6 +40,22 @@ HELLO_S = 10.0
 
 BEATS = 3
 """Heartbeats in the time of a lease."""
+
+_VOLUMES_S = 600.0
+"""Seconds that a volume session has to open its volumes, which may have to get their space."""
+
+_JOINED: Final[dict[Role, tuple[Part, ...]]] = {
+    "worker": ("bytes",),
+    "volume": ("bytes", "attend"),
+}
+"""Connections that a session of each role may have beside that for calls."""
+
+
+class Calls(Protocol):
+    """Calls of one session."""
+
+    def call(self, message: Message) -> Message | None:
+        """Carry out one call; its answer, if it has one."""
 
 
 @dataclass(slots=True)
@@ -47,6 +68,7 @@ class NodeState:
         registry: Its stores.
         counters: Its own metrics.
         status: How it is now.
+        shelf: Its volumes.
         draining: Set when it ends.
         lock: Guards ``sessions`` and ``links``.
         sessions: By name.
@@ -58,10 +80,16 @@ class NodeState:
     registry: StoreRegistry
     counters: Counters
     status: Callable[[], Status]
+    shelf: VolumeShelf
     draining: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
     sessions: dict[bytes, Session] = field(default_factory=dict)
     links: dict[tuple[str, int], WorkerLink] = field(default_factory=dict)
+
+    def volumes_in_use(self) -> list[bytes]:
+        """Names of the volumes that sessions have open."""
+        with self.lock:
+            return [name for one in self.sessions.values() for name in one.volume_names]
 
     def writes_ended(self, rank: int, run: str, pairs: list[tuple[int, int]], good: bool) -> None:
         """Tell the worker whose blocks were written, if it is still there."""
@@ -77,8 +105,8 @@ class Connection:
     def __init__(self, channel: Channel, state: NodeState):
         self._channel, self._state = channel, state
         self._session: Session | None = None
-        self._link: WorkerLink | None = None
-        self._for_bytes = False
+        self._link: WorkerLink | VolumeLink | None = None
+        self._part: Part = "calls"
 
     def serve(self) -> None:
         """Serve the channel to its end, and close it. Raises nothing that a peer can cause."""
@@ -134,12 +162,12 @@ class Connection:
         version = negotiate(VERSIONS, hello.oldest, hello.newest)
         if state.draining.is_set():
             raise ProtocolError("closing", "the node ends; connect again when it is back")
-        self._for_bytes = bool(hello.session)
+        self._part = hello.part
         session = self._joined(hello) if hello.session else self._begun(hello)
         try:
             welcome = self._welcome(session, version)
             descriptors = []
-            if self._for_bytes and channel.is_unix and session.store is not None:
+            if self._part == "bytes" and channel.is_unix and session.store is not None:
                 descriptors = [session.store.ranks[session.rank].arena.fd]
             channel.agree(version, DEFAULT_LIMITS)
             channel.silence_s = state.config.lease
@@ -166,7 +194,9 @@ class Connection:
                     "limit", f"the node has {len(state.sessions)} sessions (most_sessions)"
                 )
         store = None
-        if hello.role != "status":
+        if hello.role == "volume" and not hello.run:
+            raise ProtocolError("order", "the hello of a volume session names no run")
+        if hello.role in ("scheduler", "worker"):
             if hello.store is None or hello.rank >= hello.store.ranks or not hello.run:
                 raise ProtocolError("order", f"the hello of a {hello.role} names no store or run")
             try:
@@ -180,6 +210,7 @@ class Connection:
         with state.lock:
             state.sessions[name] = session
             session.channels.append(self._channel)
+            session.parts.add(hello.part)
         self._count_sessions()
         return session
 
@@ -191,14 +222,15 @@ class Connection:
             fits = (
                 session is not None
                 and not session.ended
-                and session.role == hello.role == "worker"
+                and session.role == hello.role
                 and (session.run, session.rank) == (hello.run, hello.rank)
-                and hello.part == "bytes"
-                and len(session.channels) == 1
+                and hello.part in _JOINED.get(session.role, ())
+                and hello.part not in session.parts
             )
             if session is None or not fits:
                 raise ProtocolError("order", "there is no such session to join")
             session.channels.append(self._channel)
+            session.parts.add(hello.part)
         return session
 
     def _welcome(self, session: Session, version: int) -> Welcome:
@@ -221,14 +253,19 @@ class Connection:
     # ---- what follows ----
 
     def _go_on(self, session: Session) -> None:
-        if session.store is None:
-            self._serve_status()
-        elif self._for_bytes:
+        state = self._state
+        if session.role == "volume" and self._part == "attend":
+            self._serve_attention(session)
+        elif session.role == "volume" and self._part != "calls":
+            self._serve_volumes(session)
+        elif session.store is None:
+            self._serve_calls(VolumeCalls(session, state.shelf, state.config, state.volumes_in_use))
+        elif self._part == "bytes":
             self._serve_bytes(session)
         else:
             self._serve_calls(SessionCalls(session, session.store))
 
-    def _serve_calls(self, calls: SessionCalls) -> None:
+    def _serve_calls(self, calls: Calls) -> None:
         channel, lease_s = self._channel, self._state.config.lease
         while True:
             frame = channel.receive(None)
@@ -236,6 +273,15 @@ class Connection:
             if message is None or frame.is_answer or frame.payload_bytes or frame.descriptors:
                 raise ProtocolError("order", "what came is no call")
             self._count_call(type(message).__name__)
+            if (
+                isinstance(message, AskStatus)
+                and self._session is not None
+                and self._session.role == "status"
+            ):
+                channel.send(
+                    self._state.status(), call_id=frame.call_id, answer=True, timeout=HELLO_S
+                )
+                continue
             try:
                 answer = calls.call(message)
             except NodeRefusedError as error:
@@ -244,14 +290,24 @@ class Connection:
             if answer is not None:
                 channel.send(answer, call_id=frame.call_id, answer=True, timeout=lease_s)
 
-    def _serve_status(self) -> None:
-        channel = self._channel
-        while True:
-            frame = channel.receive(None)
-            if not isinstance(frame.message, AskStatus) or frame.payload_bytes:
-                raise ProtocolError("order", "who asks for the status asks for nothing else")
-            self._count_call("AskStatus")
-            channel.send(self._state.status(), call_id=frame.call_id, answer=True, timeout=HELLO_S)
+    def _serve_volumes(self, session: Session) -> None:
+        """Serve a connection of a volume session that is not the one for calls."""
+        state, channel = self._state, self._channel
+        volumes = session.wait_for_volumes(_VOLUMES_S)
+        if volumes is None:
+            raise ProtocolError("order", "a session without volumes has no bytes")
+        channel.start_heartbeat(state.config.lease / BEATS)
+        link = VolumeLink(channel, volumes, state.config, state.counters)
+        self._link = link
+        link.serve(self._count_call)
+
+    def _serve_attention(self, session: Session) -> None:
+        """Serve the connection for attention of a volume session."""
+        state = self._state
+        volumes = session.wait_for_volumes(_VOLUMES_S)
+        if volumes is None:
+            raise ProtocolError("order", "a session without volumes has nothing to attend to")
+        AttentionLink(self._channel, volumes, state.config, state.counters).serve(self._count_call)
 
     def _serve_bytes(self, session: Session) -> None:
         state, store = self._state, session.store
@@ -272,9 +328,10 @@ class Connection:
         link, state, place = self._link, self._state, (session.run, session.rank)
         if link is None:
             return
-        with state.lock:
-            if state.links.get(place) is link:
-                del state.links[place]
+        if isinstance(link, WorkerLink):
+            with state.lock:
+                if state.links.get(place) is link:
+                    del state.links[place]
         link.close()
 
     def _count_call(self, name: str) -> None:
@@ -284,11 +341,14 @@ class Connection:
     # ---- the end ----
 
     def _leave(self, session: Session) -> None:
-        """This connection is over, and with it the session."""
+        """This connection is over, and with it the session, unless it was for attention alone."""
         state = self._state
         with state.lock:
-            # Nobody joins it from here on, and who has just done so ends, too.
-            session.end()
+            if self._part == "attend":
+                session.parts.discard("attend")
+            else:
+                # Nobody joins it from here on, and who has just done so ends, too.
+                session.end()
             if self._channel in session.channels:
                 session.channels.remove(self._channel)
             last = not session.channels and state.sessions.pop(session.name, None) is not None
@@ -296,6 +356,8 @@ class Connection:
                 other.run == session.run and other.store is session.store
                 for other in state.sessions.values()
             )
+        if last and session.volumes is not None:
+            session.volumes.close()
         if not last or session.store is None:
             return
         released = session.store.end(session.lease)
@@ -315,5 +377,5 @@ class Connection:
     def _count_sessions(self) -> None:
         with self._state.lock:
             roles = [session.role for session in self._state.sessions.values()]
-        for role in ("scheduler", "worker", "status"):
+        for role in get_args(Role):
             self._state.counters.set("node_sessions", roles.count(role), role=role)

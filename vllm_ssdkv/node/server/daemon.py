@@ -32,6 +32,7 @@ from vllm_ssdkv.node.server.node_metrics import (
 )
 from vllm_ssdkv.node.server.store_options import directory_of, store_options
 from vllm_ssdkv.node.server.store_registry import StoreRegistry
+from vllm_ssdkv.node.server.volumes import VolumeShelf
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,12 @@ class Node:
         self.counters = counters
         self._registry = StoreRegistry(config, self._open_store)
         self._state = NodeState(
-            config, secrets.token_bytes(16), self._registry, counters, self.status
+            config,
+            secrets.token_bytes(16),
+            self._registry,
+            counters,
+            self.status,
+            VolumeShelf(config),
         )
         credentials = None
         if config.keys is not None:

@@ -166,6 +166,15 @@ class HostedStore:
                 slots = slots[: [*there, False].index(False)]
             return slots, self._index.epochs(slots)
 
+    def find_each(self, keys: Sequence[bytes]) -> tuple[I64, I64]:
+        """Slot of each key, -1 where it is not stored, and their epochs, 0 there; both [n]."""
+        with self._lock:
+            found = [self._index.find(key) for key in keys]
+            slots = np.array([-1 if s is None else s for s in found], dtype=np.int64)
+            epochs = np.zeros(len(keys), dtype=np.int64)
+            epochs[slots >= 0] = self._index.epochs(slots[slots >= 0])
+            return slots, epochs
+
     def lookup_chain(
         self, lease: Lease, chain: int, keys: Sequence[bytes], *, take_over: bool
     ) -> tuple[I64, I64, int]:
@@ -188,6 +197,11 @@ class HostedStore:
                     return slots, epochs, others
             self._chains.begin(lease, chain, missing, now)
             return slots, epochs, 0
+
+    def go_on(self, lease: Lease, chain: int) -> None:
+        """A request still computes what its chain holds."""
+        with self._lock:
+            self._chains.go_on(lease, chain, time.monotonic())
 
     def leave(self, lease: Lease, chain: int) -> None:
         """A request computes nothing more."""
@@ -213,9 +227,10 @@ class HostedStore:
         return all(slot is not None and self._is_there(lease, slot) for slot in slots)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark what is stored of a chain as just used."""
+        """Mark what is stored of a chain, in this node, as just used."""
+        slots, _ = self.find_each(keys)
         with self._lock:
-            self._index.touch(self._index.lookup(keys))
+            self._index.touch(slots[slots >= 0])
 
     def claim(self, lease: Lease, keys: Sequence[bytes], *, first: bool) -> tuple[I64, I64]:
         """A slot for each key, [n], or why there is none, and their epochs, [n]."""

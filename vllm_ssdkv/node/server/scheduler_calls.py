@@ -15,8 +15,10 @@ from vllm_ssdkv.node.protocol.messages import (
     Claimed,
     Done,
     Drop,
+    Find,
     ForgetAll,
     Gauges,
+    GoOn,
     Last,
     Leave,
     Lookup,
@@ -46,7 +48,9 @@ class SessionCalls:
         of_scheduler: dict[type[Message], Callable[..., Message | None]] = {
             Bind: self._bind,
             Lookup: self._lookup,
+            Find: self._find,
             Leave: self._leave,
+            GoOn: self._go_on,
             Last: self._last,
             Claim: self._claim,
             Touch: self._touch,
@@ -100,6 +104,13 @@ class SessionCalls:
         else:
             slots, epochs = self._store.lookup(self._lease, keys)
         return Slots(pack(slots), pack(epochs), expected)
+
+    def _find(self, message: Find) -> Message:
+        slots, epochs = self._store.find_each(unpack_keys(message.keys))
+        return Slots(pack(slots), pack(epochs))
+
+    def _go_on(self, message: GoOn) -> None:
+        self._store.go_on(self._lease, message.chain)
 
     def _leave(self, message: Leave) -> None:
         self._store.leave(self._lease, message.chain)

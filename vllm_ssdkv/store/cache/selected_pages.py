@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
-from vllm_ssdkv.store.io.slot_request import SlotRequest
 from vllm_ssdkv.store.memory.memory_plan import PageEvictionPolicy
 
 NO_PLACE = -1
@@ -27,6 +26,14 @@ class Memory(Protocol):
     @property
     def address(self) -> int:
         """Absolute address of its first byte."""
+        ...
+
+
+class Overdue(Protocol):
+    """A read that is late, and may still write."""
+
+    def ended(self) -> bool:
+        """Check whether it does not any more."""
         ...
 
 
@@ -118,7 +125,7 @@ class SelectedPageCache:
             geometry.pages,
             policy,
         )
-        self._lent: list[tuple[NDArray[np.int32], SlotRequest]] = []
+        self._lent: list[tuple[NDArray[np.int32], Overdue]] = []
 
     def acquire(self, pages: Pages) -> Asked:
         """Take the places of pages that queries need; the others get one, to be read into."""
@@ -185,7 +192,7 @@ class SelectedPageCache:
         """End the use of taken places; ``NO_PLACE`` entries are skipped. One call per use."""
         self._tables.release(places)
 
-    def lend(self, places: NDArray[np.int32], batch: SlotRequest) -> None:
+    def lend(self, places: NDArray[np.int32], batch: Overdue) -> None:
         """Taken places into which a read may still write: they are out of use until it ends."""
         if len(places):
             self._lent.append((places, batch))

@@ -32,7 +32,8 @@ class DeviceHealth:
     """Judges the results of I/O batches. Thread-safe; never blocks.
 
     A device that misses a deadline is quarantined at once: every further request to it would cost
-    the same wait. A quarantined device stays out of use until the engine is restarted.
+    the same wait. A quarantined device stays out of use until the engine is restarted; one of a
+    node that was gone may come back (:meth:`restore`), unless what it returned was wrong.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class DeviceHealth:
         *,
         failures_to_quarantine: int = FAILURES_TO_QUARANTINE,
         absent: Collection[int] = (),
+        returning: bool = False,
     ):
-        """``absent``: devices that are not there, and stay so; may be behind those of ``paths``."""
+        """``absent``: devices that are not there, and stay so; may be behind those of ``paths``.
+        ``returning``: devices may come back."""
         self.paths = tuple(paths)
         self._deadline_s = deadline_s
         self._failures_to_quarantine = failures_to_quarantine
@@ -57,6 +60,10 @@ class DeviceHealth:
         self.any_out_of_use = bool(self._out_of_use.any())
         """True if any device is: else nobody needs to ask which."""
         self._news: list[int] = []
+        self._returning = returning
+        self._returned: list[int] = []
+        self._condemned: set[int] = set()
+        """Devices that do not come back, for what they returned was wrong."""
 
     def judge(
         self,
@@ -141,23 +148,49 @@ class DeviceHealth:
                 score = self._wrong[device] - good[device] / RIGHT_PER_WRONG
                 self._wrong[device] = max(0.0, score) + float(bad[device])
             condemned = [d for d in range(devices) if self._wrong[d] >= WRONG_TO_QUARANTINE]
+            self._condemned.update(condemned)
         for device in condemned:
             self.quarantine(device, "what it returns does not match its checksums")
 
     def quarantine(self, device: int, reason: str) -> None:
-        """Take a device out of use until restart. Logged and counted once."""
+        """Take a device out of use until restart, or until it is back. Logged and counted once."""
         with self._lock:
             if self._out_of_use[device]:
                 return
             self._out_of_use[device] = self.any_out_of_use = True
             self._news.append(device)
+            self._returned = [one for one in self._returned if one != device]
+            back = self._returning and device not in self._condemned
         self._counters.add("device_lost", 1, device=self.paths[device])
-        logger.error(
-            "ssdkv: device %s is out of use until restart: %s; what lay nowhere else is computed "
-            "again",
-            self.paths[device],
-            reason,
-        )
+        path = self.paths[device]
+        if back:
+            logger.error(
+                "ssdkv: device %s is out of use until it is back: %s; what lay nowhere else is "
+                "computed again",
+                path,
+                reason,
+            )
+        else:
+            logger.error(
+                "ssdkv: device %s is out of use until restart: %s; what lay nowhere else is "
+                "computed again",
+                path,
+                reason,
+            )
+
+    def restore(self, device: int) -> bool:
+        """Use a device again that was out of use for it did not answer; False: it was in use, or
+        what it returned was wrong."""
+        with self._lock:
+            if not self._out_of_use[device] or device in self._condemned:
+                return False
+            self._out_of_use[device] = False
+            self.any_out_of_use = bool(self._out_of_use.any())
+            self._in_a_row[device] = 0
+            self._returned.append(device)
+        self._counters.add("device_returned", 1, device=self.paths[device])
+        logger.warning("ssdkv: device %s is back, and in use again", self.paths[device])
+        return True
 
     @property
     def quarantined(self) -> frozenset[int]:
@@ -177,3 +210,9 @@ class DeviceHealth:
         with self._lock:
             news, self._news = self._news, []
             return news
+
+    def drain_returns(self) -> list[int]:
+        """Devices that came back since the last call, and are in use."""
+        with self._lock:
+            returned, self._returned = self._returned, []
+            return returned

@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv._index import SlotTable
 from vllm_ssdkv.base.errors import StoreFullError
 from vllm_ssdkv.store.format.journal_record import Kind
+from vllm_ssdkv.store.index.computed_blocks import ComputedBlocks
 from vllm_ssdkv.store.index.journal import Journal, LiveRecords
 
 EPOCH_COUNTER_BITS = 40
@@ -80,6 +81,9 @@ class Usage(NamedTuple):
     obtainable: int
 
 
+_NO_SLOTS = np.zeros(0, dtype=np.int64)
+
+
 class SlotIndex:
     """The index of one store. Single-threaded; lookups and pins touch memory only.
 
@@ -87,6 +91,9 @@ class SlotIndex:
     cache per call, no waiting for a device, and no exception on I/O errors (the journal counts
     them and recovers by itself). Slot numbers outside the store raise IndexError everywhere.
     """
+
+    node_replicas = 1
+    """Of the protocol ``BlockIndex``."""
 
     def __init__(self, num_slots: int, journal: Journal | None, *, open_number: int = 0) -> None:
         """Recover from what the journal said when it was opened.
@@ -137,7 +144,13 @@ class SlotIndex:
         """
         return self._table.lookup(keys if isinstance(keys, list) else list(keys))
 
-    def awaits(self, name: str, keys: Sequence[bytes], seconds: Callable[[], float | None]) -> bool:
+    def awaits(
+        self,
+        name: str,
+        keys: Sequence[bytes],
+        seconds: Callable[[], float | None],
+        head: bytes = b"",
+    ) -> bool:
         """False: the index is one engine's, whose own requests find each other's blocks in HBM."""
         return False
 
@@ -299,9 +312,15 @@ class SlotIndex:
         """
         return self._table.publish(slot, key)
 
-    def claim(self, keys: Sequence[bytes], *, again: bool = False) -> I64:
+    def others(self, slots: I64) -> tuple[I64, I64]:
+        """None: a block has one slot."""
+        return _NO_SLOTS, _NO_SLOTS
+
+    def claim(
+        self, keys: Sequence[bytes], *, again: bool = False, of: ComputedBlocks | None = None
+    ) -> I64:
         """Allocate a slot for each key and publish it. ``again``: a request that was preempted has
-        computed them once more, which changes nothing here.
+        computed them once more; ``of``: whose they are. Neither changes anything here.
 
         Returns:
             The slots, int64, [n]: :data:`TAKEN` where the key has one, :data:`FULL` where no slot

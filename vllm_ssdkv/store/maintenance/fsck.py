@@ -138,6 +138,7 @@ def examined(
         stack.enter_context(locked(state, 0.0))
         store = find_store(directories, state_dir)  # as it is now that nobody changes it
         store.refuse_foreign(write=write)
+        store.refuse_remote()
         journal = open_journal(store)
         if journal is not None:
             stack.callback(os.close, journal)

@@ -17,6 +17,7 @@ from vllm_ssdkv.store.devices.direct_io import turn_on_direct
 from vllm_ssdkv.store.devices.discovery import look, matched
 from vllm_ssdkv.store.devices.manifest_copies import holds_data
 from vllm_ssdkv.store.devices.owner import open_regular
+from vllm_ssdkv.store.devices.remote_devices import stub_of
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.journal_record import (
     HEADER_BYTES,
@@ -105,6 +106,17 @@ class StoredStore:
                 f"{self.state} is not known to be the state directory of the store on {paths}, "
                 f"which was {was}: it may be a copy. If it is not, name the devices, too: {paths}"
             )
+
+    def refuse_remote(self) -> None:
+        """Raise StoreError where slots lie on nodes: only the engine reaches them."""
+        for path in self.paths:
+            about = stub_of(path)
+            if about is not None:
+                raise StoreError(
+                    f"{path}: its slots lie on the node {about.node} ({about.drive}), which gives "
+                    "them to the engine alone. The engine verifies what it reads; with the option "
+                    "io.scrub_rate it reads all of it"
+                )
 
     def data_bytes(self, device: int) -> int:
         """Size that a data file has: what its slots need."""

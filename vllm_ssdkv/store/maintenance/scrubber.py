@@ -44,6 +44,12 @@ COPIES = (ReadFrom(0), ReadFrom(1))
 PASS_S = 3600.0
 """Least time from the start of a pass over all slots to the next one."""
 
+MEND_RATE = 64 << 20
+"""Bytes per second at which suspect copies are looked at where nothing else is scrubbed."""
+
+_AGAIN_S = 60.0
+"""Least time between two looks at one suspect copy."""
+
 _LOOK_S = 0.05
 """How often the thread looks whether the devices are idle."""
 
@@ -103,7 +109,7 @@ class Scrubber:
         arena: Arena,
         pieces: BufferPool,
         num_slots: int,
-        bytes_per_s: float,
+        bytes_per_s: float | None,
         *,
         idle: Callable[[], bool],
         writing: Callable[[int], bool],
@@ -114,7 +120,7 @@ class Scrubber:
         arena: Memory of the engine.
         pieces: :data:`PIECES` of ``slot_bytes`` in it; only the scrubber uses them.
         num_slots: Slots of the store.
-        bytes_per_s: Upper bound of the rate.
+        bytes_per_s: Upper bound of the rate; None: only slots with a suspect copy are read.
         idle: Whether nobody else uses the devices; any thread.
         writing: Whether a slot is, or is about to be, written; any thread.
         visit: Has something done while nobody writes a slot, see :meth:`Flusher.visit`.
@@ -123,7 +129,10 @@ class Scrubber:
         self._arena = arena
         self._pieces = pieces
         self._num_slots = num_slots
-        self._rate = bytes_per_s
+        self._rate = bytes_per_s or MEND_RATE
+        self._reads_all = bytes_per_s is not None
+        self._looked: dict[int, float] = {}
+        """Suspect slots, and when they were looked at."""
         self._idle = idle
         self._writing = writing
         self._visit = visit
@@ -191,19 +200,37 @@ class Scrubber:
             if not self._idle() or self._untold() >= _MOST_UNTOLD:
                 self._stop.wait(_LOOK_S)
                 continue
-            if left == 0:
+            suspect = self._next_suspect()
+            if suspect is None and not self._reads_all:
+                self._stop.wait(1.0)
+                continue
+            if suspect is None and left == 0:
                 self._stop.wait(max(0.0, pass_end - time.monotonic()))
                 left, pass_end = self._num_slots, time.monotonic() + PASS_S
                 continue
             start = time.monotonic()
             try:
-                nbytes = self._scrub(slot)
+                nbytes = self._scrub(slot if suspect is None else suspect)
             except Exception:  # whatever it is, the store works without a scrub
                 self._files.counters.add("scrub_failures", 1)
                 logger.exception("ssdkv: the scrub ends")
                 return
-            slot, left = (slot + 1) % self._num_slots, left - 1
+            if suspect is None:
+                slot, left = (slot + 1) % self._num_slots, left - 1
             self._stop.wait(max(0.0, start + nbytes / self._rate - time.monotonic()))
+
+    def _next_suspect(self) -> int | None:
+        """A slot with a suspect copy, while all devices are there: it is mended first."""
+        if self._files.health.any_out_of_use:
+            return None
+        now = time.monotonic()
+        self._looked = {s: t for s, t in self._looked.items() if now - t < _AGAIN_S}
+        found = (s for s in self._files.replicas.suspects().tolist() if s not in self._looked)
+        slot = next(found, None)
+        if slot is not None:
+            self._looked[slot] = now
+            self._known.pop(slot, None)
+        return slot
 
     def _scrub(self, slot: int) -> int:
         """Verify one slot; bytes read."""

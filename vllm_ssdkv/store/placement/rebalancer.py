@@ -29,7 +29,7 @@ from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.format.slot_geometry import I64
-from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS, SlotIndex
+from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS, SlotIndex, SlotState
 from vllm_ssdkv.store.placement.growth import StoreGrowth
 from vllm_ssdkv.store.placement.placement import Placement
 from vllm_ssdkv.store.placement.segments import best_striping, restriped, speedup
@@ -200,6 +200,8 @@ class Rebalancer:
         self._look_from = 0.0
         self._put_at = 0.0
         """Instant at which the manifest was given the successors."""
+        self._gone = self.out_of_use()
+        """Devices that were out of use when what lay there was dropped."""
         self._outdated: list[Segment] = []
         """Segments of which blocks are worth a rewrite, by ascending number."""
         self._firsts = np.zeros(0, dtype=np.int64)
@@ -223,9 +225,24 @@ class Rebalancer:
         """Take what lies on devices out of use only out of the index; how many blocks. Takes time
         that grows with the store."""
         everything = np.arange(self._index.num_slots, dtype=np.int64)
-        return self._index.quarantine(
-            everything[self.placement.lost(self.out_of_use(), everything)]
-        )
+        self._gone = self.out_of_use()
+        return self._index.quarantine(everything[self.placement.lost(self._gone, everything)])
+
+    def take_returned(self) -> None:
+        """Have the slots again that devices which are back in use had taken with them. One that a
+        request still has a pin on comes back when its segment is striped anew. Takes time that
+        grows with the store."""
+        slots = np.arange(self._index.num_slots, dtype=np.int64)
+        back = self.placement.lost(self._gone, slots)
+        self._gone = self.out_of_use()
+        slots = slots[back & ~self.placement.lost(self._gone, slots)]
+        for segment in self.placement.segments:
+            if segment.first in self._successors:  # they come back with the manifest
+                inside = (slots >= segment.first) & (slots < segment.first + segment.slots)
+                slots = slots[~inside]
+        lost = [self._index.state(slot) is SlotState.LOST for slot in slots.tolist()]
+        self._index.restore(slots[np.array(lost, dtype=np.bool_)])
+        self._judge()
 
     @property
     def slots_to_come(self) -> int:

@@ -118,6 +118,19 @@ class Part:
     pairs: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Away:
+    """Blocks of a layer's contexts without a frame, row after row. All arrays [m].
+
+    Attributes:
+        slots: Of each block, which rows may share.
+        row: Its row, ascending.
+    """
+
+    slots: NDArray[np.int64]
+    row: NDArray[np.int32]
+
+
 @dataclass(frozen=True, slots=True)
 class _Walk:
     """Walk of one layer: all of its blocks, and chunks of those without a frame."""
@@ -126,6 +139,7 @@ class _Walk:
     chunks: list[_Chunk]
     frames: int
     """Distinct ones."""
+    away: Away
     cuts: dict[float, tuple[Part, Part]] = field(default_factory=dict)
     """Parts by a device's share; a step has one."""
 
@@ -204,13 +218,16 @@ class ContextStream:
         layers: Sequence[int] | None = None,
         pages: int | None = None,
         peer: ReadPath | None = None,
+        *,
+        elsewhere: bool = False,
     ):
         """``contexts[r]`` are the slots of row r's blocks 0, 1, 2, ... that lie before its window;
         ``staging`` has pieces of ``layer_bytes``. Contexts are walked over in these ``layers``,
         ascending (default: in all), those of rows in ``sparse`` in the first ``dense_layers`` of
         them only. Of each block's layer its first ``pages`` are read (default: all). With a
         ``peer`` what is read from devices goes its way, for the device that attends to all of it;
-        see :meth:`come_checked`."""
+        see :meth:`come_checked`. ``elsewhere``: what has no frame is attended to where it lies, and
+        is read if :meth:`bring` asks for it."""
         self._host = ReadPath(files, files.codec, staging, frames.arena.address)
         self._peer = peer
         self._refused = False
@@ -255,7 +272,9 @@ class ContextStream:
         self.pages_used = 0
         """Of those, pages that have been read, and are right."""
         self._todo = collections.deque(
-            (i, chunk) for i, w in enumerate(self._walks) for chunk in w.chunks
+            (i, chunk)
+            for i, w in enumerate(self._walks)
+            for chunk in (() if elsewhere else w.chunks)
         )
         """Layer and chunk of the reads to start, in the order in which they are needed."""
         self._reads: collections.deque[_Read] = collections.deque()
@@ -288,7 +307,7 @@ class ContextStream:
             len(which),
         )
         chunks = [blocks.part(every[i : i + per_chunk]) for i in range(0, len(every), per_chunk)]
-        return _Walk(whole, chunks, distinct)
+        return _Walk(whole, chunks, distinct, Away(slots[away], row[away]))
 
     def parts(self, layer: int, share: float) -> tuple[Part, Part]:
         """Cut a layer's contexts in two, for a device and for the thread of the forward pass.
@@ -301,6 +320,31 @@ class ContextStream:
             share: The device's of the blocks of all rows, from 0 to 1.
         """
         return self._walks[layer].cut(share)
+
+    def split(self, layer: int) -> tuple[Part, Part]:
+        """Cut a layer's contexts in two: blocks without a frame, and those with one."""
+        walk = self._walks[layer]
+        frames = len(walk.whole.frame)
+        return (
+            walk.part(slice(frames, frames), arriving=True),
+            walk.part(slice(0, frames), arriving=False),
+        )
+
+    def away(self, layer: int) -> Away:
+        """Blocks of a layer's contexts without a frame. The same object for all layers in which the
+        same rows take part."""
+        return self._walks[layer].away
+
+    def bring(self, layer: int, slots: NDArray[np.int64]) -> None:
+        """Read blocks of a layer that were to be attended to elsewhere: those of these slots.
+
+        They come in the next :meth:`pieces` of the layer.
+        """
+        for chunk in reversed(self._walks[layer].chunks):
+            wanted = np.flatnonzero(np.isin(chunk.slots, slots))
+            if len(wanted):
+                self._todo.appendleft((layer, chunk.part(wanted)))
+        self._read_ahead()
 
     def pieces(self, layer: int, part: Part | None = None) -> Iterator[Piece]:
         """All context blocks of a layer (0-based, asked for in ascending order), piece by piece;

@@ -17,7 +17,8 @@ class LoadJob:
     """One request's hit. The last ``len(block_ids)`` slots go to HBM; 0 is no block. The first
     ``chain`` are its tokens, the others what other layers have of the same; None: all are. Of
     ``behind`` blocks of the hit nothing is needed any more. ``compared``: the outcome has a copy of
-    the last slot."""
+    the last slot. ``others``: slots with the same blocks on other nodes, -1 where there is none,
+    with their epochs; both empty: there are none at all."""
 
     request_id: str
     slots: NDArray[np.int64]
@@ -27,6 +28,8 @@ class LoadJob:
     chain: int | None = None
     behind: int = 0
     compared: bool = False
+    others: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    other_epochs: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     @property
     def first_in_hbm(self) -> int:

@@ -44,6 +44,7 @@ def open_engine(
     arena: Arena,
     *,
     joined: bool = False,
+    base: IoEngine | None = None,
 ) -> IoEngine:
     """Start the engine that ``options`` asks for, inside the twins that they ask for.
 
@@ -53,6 +54,7 @@ def open_engine(
         paths: Their paths, for messages, one per device.
         arena: Memory of all requests.
         joined: As :attr:`NativeEngine.joined`; engines in Python have no such calls.
+        base: Engine to take in place of the one that the options name.
 
     Raises:
         EngineUnavailableError: the engine does not exist or cannot run here.
@@ -61,7 +63,7 @@ def open_engine(
     """
     if len(fds) != len(paths):
         raise ValueError(f"{len(fds)} descriptors for {len(paths)} paths")
-    engine = _open_base(options, fds, arena)
+    engine = base or _open_base(options, fds, arena)
     if isinstance(engine, NativeEngine):
         engine.joined = joined
     try:
@@ -75,7 +77,7 @@ def open_engine(
     logger.info(
         "I/O engine %s (asked for %s), queue depth %d, on %s",
         engine.name,
-        options.engine,
+        options.engine if base is None else base.name,
         options.queue_depth,
         ", ".join(map(str, paths)),
     )

@@ -1,0 +1,181 @@
+"""Decoding without vLLM, with contexts on nodes that attend to them: as without nodes."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.node.process import NodeProcess
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.config.engine import SelectorName
+from vllm_ssdkv.config.offload import OffloadConfig
+from vllm_ssdkv.offload.node import NodeOffloader
+from vllm_ssdkv.profiling.decode_harness.decoder import PagedDecoder
+from vllm_ssdkv.profiling.decode_harness.models import make_model, small_config
+from vllm_ssdkv.profiling.decode_harness.tokens import (
+    CHOOSING,
+    COUNT,
+    ROOM,
+    config_of,
+    prompts,
+)
+
+HEAD_SIZE = 16
+LITTLE_DRAM = 5 / 1024
+"""GiB: most of the contexts have no frame."""
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[NodeProcess]]:
+    """Three nodes."""
+    with ExitStack() as stack:
+        found = []
+        for number in range(3):
+            root = tmp_path_factory.mktemp(f"n{number}")
+            ssd = {"path": str(root / "ssd"), "capacity": "1GiB"}
+            node = NodeProcess(root, devices=[ssd], store_share=0.06, attend_threads=1)
+            found.append(stack.enter_context(node))
+        yield found
+
+
+@dataclass
+class Decoded:
+    """Tokens by request, logits [steps, requests, vocabulary], and counters."""
+
+    tokens: list[list[int]]
+    logits: torch.Tensor
+    counters: Counters
+
+
+Between = Callable[[int, PagedDecoder], None]
+
+
+def decoded(
+    directory: Path,
+    selector: SelectorName,
+    nodes: Sequence[NodeProcess] = (),
+    between: Between | None = None,
+    **options: object,
+) -> Decoded:
+    """Decode both prompts together; ``between`` is called before each step."""
+    model: Any = make_model(small_config("llama", head_size=HEAD_SIZE), CPU, torch.float32)
+    update: dict[str, object] = {"dram_gib": LITTLE_DRAM, **options}
+    if nodes:
+        update["nodes"] = tuple(node.address for node in nodes)
+        update["offload"] = OffloadConfig(kind="node")
+    config = config_of(selector, budget=0.25).model_copy(update=update)
+    names, tokens, seen = ["a", "b"], [], []
+    with PagedDecoder(model, config, ROOM, directory) as decoder:
+        asked = prompts(model.config.vocab_size)
+        logits = torch.stack([decoder.prefill(*pair) for pair in zip(names, asked, strict=True)])
+        for step in range(COUNT):
+            seen.append(logits)
+            ids = logits.argmax(-1)
+            tokens.append(ids.tolist())
+            if between is not None:
+                between(step, decoder)
+            logits = decoder.step(names, ids)
+        for name in names:
+            decoder.forget(name)
+        counters = decoder.worker.counters
+    by_request = [list(row) for row in zip(*tokens, strict=True)]
+    return Decoded(by_request, torch.stack(seen), counters)
+
+
+@pytest.fixture(scope="module")
+def without_nodes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[SelectorName], Decoded]:
+    """Outcomes without nodes."""
+
+    @functools.cache
+    def decode(selector: SelectorName) -> Decoded:
+        return decoded(tmp_path_factory.mktemp("without") / "store", selector)
+
+    return decode
+
+
+@pytest.mark.parametrize("selector", ["exact", *CHOOSING])
+def test_the_same_comes_out(
+    selector: SelectorName,
+    without_nodes: Callable[[SelectorName], Decoded],
+    nodes: list[NodeProcess],
+    tmp_path: Path,
+) -> None:
+    without = without_nodes(selector)
+    there = decoded(tmp_path / "state", selector, nodes)
+    assert there.tokens == without.tokens
+    torch.testing.assert_close(there.logits, without.logits, atol=2e-4, rtol=2e-4)
+    assert there.counters.total("offload_tickets") > 0
+    for cause in ("error", "answer", "deadline"):
+        assert there.counters.total("offload_failures", cause=cause) == 0
+
+
+@pytest.mark.parametrize("selector", ["exact", "bounds"])
+def test_a_node_that_dies_costs_nothing_where_there_are_copies(
+    selector: SelectorName,
+    without_nodes: Callable[[SelectorName], Decoded],
+    nodes: list[NodeProcess],
+    tmp_path: Path,
+) -> None:
+    def between(step: int, decoder: PagedDecoder) -> None:
+        if step == 4:
+            nodes[1].kill()
+        elif step == 12:
+            nodes[1].start()
+        elif step == 13:  # it is back, and attends again
+            offloader = decoder.worker.offloader
+            assert isinstance(offloader, NodeOffloader)
+            wait_until(lambda: offloader.nodes_in_use == len(nodes))
+
+    there = decoded(tmp_path / "state", selector, nodes, between, replicas=2)
+    assert there.tokens == without_nodes(selector).tokens
+    assert there.counters.total("offload_failures", cause="error") > 0
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_wrong_pages_are_read_from_the_other_copy(
+    without_nodes: Callable[[SelectorName], Decoded], nodes: list[NodeProcess], tmp_path: Path
+) -> None:
+    def between(step: int, decoder: PagedDecoder) -> None:
+        if step == 0:
+            for path in (nodes[0].root / "ssd" / "volumes").rglob("*"):
+                if path.is_file() and path.stat().st_size > 1 << 20:
+                    garble(path)
+
+    there = decoded(tmp_path / "state", "exact", nodes, between, replicas=2)
+    assert there.tokens == without_nodes("exact").tokens
+    assert there.counters.total("offload_failures", cause="answer") > 0
+
+
+def garble(path: Path) -> None:
+    """Flip a byte of every page that has been written."""
+    with path.open("r+b") as file:
+        for at in range(0, min(path.stat().st_size, 4 << 20), 4096):
+            file.seek(at)
+            page = file.read(16)
+            if any(page):
+                file.seek(at)
+                file.write(bytes([page[0] ^ 0xFF]))

@@ -1,0 +1,368 @@
+"""Existence in several nodes, as a scheduler asks for it.
+
+Satisfies the protocol ``BlockIndex`` of the connector.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv.base.errors import StoreError
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.node.client.awaited_chains import AwaitedChains
+from vllm_ssdkv.node.client.remote_index import RemoteIndex, parts
+from vllm_ssdkv.node.client.rendezvous import Rendezvous
+from vllm_ssdkv.node.protocol.messages import MAX_ENTRIES
+from vllm_ssdkv.store.block_index import Seconds
+from vllm_ssdkv.store.index.computed_blocks import ComputedBlocks
+from vllm_ssdkv.store.index.slot_index import TAKEN, SlotState
+
+logger = logging.getLogger(__name__)
+
+I64 = NDArray[np.int64]
+
+_NO_SLOTS: Final = np.zeros(0, dtype=np.int64)
+
+
+class PooledIndex:
+    """Indexes of several nodes as one, used by the scheduler's thread.
+
+    Slot ``s`` of node ``i`` of n has number ``s * n + i``. A block is looked for on all nodes at
+    once, and stored on those that are first in the order of its run and answer. So what lies on a
+    node out of turn is found, and stored where it belongs when a request has loaded it.
+
+    Example:
+        index = PooledIndex([first, second], ["unix:///a", "unix:///b"], counters, replicas=1)
+        slots = index.lookup(keys)
+    """
+
+    def __init__(
+        self,
+        members: Sequence[RemoteIndex],
+        names: Sequence[str],
+        counters: Counters,
+        replicas: int,
+    ):
+        """
+        Args:
+            members: Index of each node, whose link hides keys; closed by :meth:`close`.
+            names: Of the nodes, the same for all engines.
+            counters: Of the scheduler.
+            replicas: Nodes that are to keep a block.
+        """
+        self._members, self._metrics = members, counters
+        self._order = Rendezvous(names)
+        self.node_replicas = replicas
+        self.num_slots = len(members) * max(member.num_slots for member in members)
+        self.counters: Mapping[str, int] = Counter()
+        self._stored = 0
+        self._found: dict[bytes, int] = {}
+        """Slots by key, of the lookups since the last step."""
+        self._names: dict[int, bytes] = {}
+        """The reverse."""
+        self._others: dict[int, int] = {}
+        """Slot with the same block on another node, where there is one."""
+        self._absent: set[bytes] = set()
+        """Keys that were not found since the last step."""
+        self._chains = AwaitedChains()
+        self._homes: dict[str, int] = {}
+        """Node that keeps the chain of a request, by its name."""
+
+    def bind(self, patience_s: float) -> list[bytes]:
+        """Digest of each rank's weights, as the first node says that knows those of all.
+
+        Raises:
+            StoreError: no node does.
+        """
+        told: queue.SimpleQueue[list[bytes] | StoreError] = queue.SimpleQueue()
+
+        def ask(member: RemoteIndex) -> None:
+            try:
+                told.put(member.bind(patience_s))
+            except StoreError as error:
+                told.put(error)
+
+        for member in self._members:
+            threading.Thread(target=ask, args=(member,), name="ssdkv-bind", daemon=True).start()
+        refused: list[StoreError] = []
+        while len(refused) < len(self._members):
+            answer = told.get()
+            if not isinstance(answer, StoreError):
+                return answer
+            refused.append(answer)
+        raise refused[0]
+
+    # ---- finding ----
+
+    def _ask_all(self, keys: Sequence[bytes]) -> None:
+        """Remember where each of these keys is; one round trip."""
+        count = len(self._members)
+        for part in parts(keys):
+            calls = [member.ask_each(part) for member in self._members]
+            found = [
+                member.found_each(len(part), call)
+                for member, call in zip(self._members, calls, strict=True)
+            ]
+            table = np.stack(found)
+            nodes = np.arange(count)[:, None]
+            table = np.where(table >= 0, table * count + nodes, -1)
+            # Of two nodes with a block each gives half of the blocks.
+            turn = np.array([key[0] for key in part], dtype=np.int64)
+            columns = np.arange(len(part))
+            table = table[(nodes + turn) % count, columns]
+            first = _take_first(table)
+            second = _take_first(table)
+            for key, slot, other in zip(part, first.tolist(), second.tolist(), strict=True):
+                if slot < 0:
+                    self._absent.add(key)
+                    continue
+                self._found[key], self._names[slot] = slot, key
+                if other >= 0:
+                    self._others[slot] = other
+
+    def _ask_new(self, keys: Sequence[bytes]) -> None:
+        """Ask for those keys that were not asked for since the last step."""
+        new = [key for key in keys if key not in self._found and key not in self._absent]
+        if new:
+            self._ask_all(new)
+
+    def find(self, key: bytes) -> int | None:
+        """Slot of a key that was found in this step. Asks nobody."""
+        return self._found.get(key)
+
+    def lookup(self, keys: Sequence[bytes]) -> I64:
+        """Slots of the longest prefix of ``keys`` that is ready on any node; one round trip, or
+        none where they were looked for in this step."""
+        known = [self._found.get(key, -1) for key in keys]
+        end = known.index(-1) if -1 in known else len(known)
+        if end < len(known) and keys[end] not in self._absent:
+            self._ask_new(keys[end:])
+            known = [self._found.get(key, -1) for key in keys]
+            end = known.index(-1) if -1 in known else len(known)
+        return np.array(known[:end], dtype=np.int64)
+
+    def last(self, keys: Sequence[bytes], first: int, end: int, tags: Sequence[int]) -> int:
+        """The last n of ``first`` < n <= ``end`` whose key is ready with each of ``tags``; one
+        round trip."""
+        begin = max(first, end - MAX_ENTRIES // max(1, len(tags)))
+        tagged = [
+            [key[:-1] + bytes((key[-1] ^ tag,)) for tag in tags]
+            for key in keys[begin : max(0, end)]
+        ]
+        self._ask_new([key for of_block in tagged for key in of_block])
+        for n in range(len(tagged), 0, -1):
+            if all(key in self._found for key in tagged[n - 1]):
+                return begin + n
+        return first
+
+    # ---- chains ----
+
+    def awaits(self, name: str, keys: Sequence[bytes], seconds: Seconds, head: bytes = b"") -> bool:
+        """Check whether a request had better wait: others compute what is missing of its blocks.
+
+        One node keeps the chain, the first of those that answer in the order of ``head``, so that
+        of requests which begin alike one computes. What others store meanwhile is seen on any node.
+
+        Args:
+            name: Of the request.
+            keys: Of its blocks that are not in HBM.
+            seconds: Says how long it would compute all of them.
+            head: Key of its first block.
+        """
+        chain = self._chains.of(name)
+        if not self._chains.asks_again(chain):
+            return True
+        over = chain.begun is not None and self._chains.overdue(chain, seconds())
+        found = len(self.lookup(keys))
+        missing = keys[found : found + MAX_ENTRIES]
+        ranked = self._ranked(head or keys[0])
+        if missing and ranked:
+            self._leave_other(name, chain.number, ranked[0])
+            home = self._members[ranked[0]]
+            told = home.look_for_others(chain.number, missing, over=over)
+            if told is not None and told.expected and not over:
+                self._chains.told(chain, found)
+                return True
+            if chain.begun is not None or (told is not None and told.slots):
+                self._absent.difference_update(missing)  # stored since they were asked for
+        if chain.begun is not None:
+            chain.begun = None
+            self._metrics.add("prefix_waits", 1, end="taken_over" if over else "served")
+        return False
+
+    def _leave_other(self, name: str, number: int, home: int) -> None:
+        """The chain is kept by this node from now on."""
+        before = self._homes.get(name, home)
+        if before != home:
+            self._members[before].leave(number)
+        self._homes[name] = home
+
+    def computes_no_more(self, name: str) -> None:
+        """A request has ended. Does not wait."""
+        chain, home = self._chains.take(name), self._homes.pop(name, None)
+        if chain is not None and home is not None:
+            self._members[home].leave(chain.number)
+
+    def _ranked(self, head: bytes) -> list[int]:
+        """Nodes that answer, in the order of a run."""
+        return [node for node in self._order.ranked(head) if self._members[node].connected]
+
+    # ---- slots ----
+
+    def _at(self, slot: int) -> tuple[RemoteIndex, int]:
+        """Node of a slot, and its number there."""
+        count = len(self._members)
+        return self._members[slot % count], slot // count
+
+    def _by_node(self, slots: I64) -> Iterator[tuple[RemoteIndex, I64, NDArray[np.bool_]]]:
+        """Nodes that have some of these slots, their numbers there, and which they are, [n]."""
+        count = len(self._members)
+        for node, member in enumerate(self._members):
+            here = slots % count == node
+            if here.any():
+                yield member, slots[here] // count, here
+
+    def others(self, slots: I64) -> tuple[I64, I64]:
+        """Slots with the same blocks on other nodes, as they were found in this step, -1 where none
+        is known, and their epochs; both [n], or empty."""
+        others = np.array([self._others.get(slot, -1) for slot in slots.tolist()], dtype=np.int64)
+        if not (others >= 0).any():
+            return _NO_SLOTS, _NO_SLOTS
+        return others, np.where(others >= 0, self.epochs(np.maximum(others, 0)), 0)
+
+    def epoch(self, slot: int) -> int:
+        """Epoch of the slot, as far as is known; else 0."""
+        member, own = self._at(slot)
+        return member.epoch(own)
+
+    def epochs(self, slots: I64) -> I64:
+        """Epoch of each slot, int64, shape [n]."""
+        found = np.zeros(len(slots), dtype=np.int64)
+        for member, own, here in self._by_node(slots):
+            found[here] = member.epochs(own)
+        return found
+
+    def key(self, slot: int) -> bytes:
+        """Key of a slot that was found in this step.
+
+        Raises:
+            ValueError: it was not.
+        """
+        if slot not in self._names:
+            raise ValueError(f"slot {slot} was not found in this step")
+        return self._names[slot]
+
+    def state(self, slot: int) -> SlotState:
+        """``READY`` where this engine knows of a block in the slot, else ``FREE``."""
+        member, own = self._at(slot)
+        return member.state(own)
+
+    def holds(self, slot: int, epoch: int) -> bool:
+        """Check whether the slot has this epoch, as far as is known."""
+        member, own = self._at(slot)
+        return member.holds(own, epoch)
+
+    def order(self) -> I64:
+        """None: the stores are not this engine's alone."""
+        return _NO_SLOTS
+
+    def free_slots(self) -> I64:
+        """None: the devices are the nodes'."""
+        return _NO_SLOTS
+
+    # ---- using ----
+
+    def touch_chain(self, keys: Sequence[bytes]) -> None:
+        """Mark what is stored of a chain, head first, as just used. Does not wait."""
+        for member in self._members:
+            if member.connected:
+                member.touch_chain(keys)
+
+    def pin(self, slots: I64) -> None:
+        """Keep slots from eviction, those that still hold what was found. Does not wait."""
+        for member, own, _ in self._by_node(slots):
+            member.pin(own)
+
+    def unpin(self, slots: I64) -> None:
+        """Undo one pin of each entry. Does not wait."""
+        for member, own, _ in self._by_node(slots):
+            member.unpin(own)
+
+    def claim(
+        self, keys: Sequence[bytes], *, again: bool = False, of: ComputedBlocks | None = None
+    ) -> I64:
+        """A slot for each key, or why there is none; one round trip.
+
+        The second time that a key comes it is claimed on the next node in the order of its run.
+        Nothing is stored where fewer nodes answer.
+        """
+        slots = np.full(len(keys), TAKEN, dtype=np.int64)
+        wanted: list[list[int]] = [[] for _ in self._members]
+        times: Counter[bytes] = Counter()
+        for at, head in enumerate(keys if of is None else of.runs):
+            ranked, key = self._ranked(head), keys[at]
+            if times[key] < len(ranked):
+                wanted[ranked[times[key]]].append(at)
+            else:
+                self._metrics.add("stores_skipped", 1, cause="node")
+            times[key] += 1
+        if of is not None and of.request in self._homes:
+            self._members[self._homes[of.request]].go_on(self._chains.of(of.request).number)
+        for begin in range(0, max(map(len, wanted)), MAX_ENTRIES):
+            asked = [positions[begin : begin + MAX_ENTRIES] for positions in wanted]
+            calls = [
+                member.ask_claim([keys[at] for at in positions], again=again) if positions else None
+                for member, positions in zip(self._members, asked, strict=True)
+            ]
+            for node, (positions, call) in enumerate(zip(asked, calls, strict=True)):
+                if positions:
+                    own = self._members[node].claimed(len(positions), call)
+                    slots[positions] = np.where(own >= 0, own * len(self._members) + node, own)
+        return slots
+
+    def durable(self, slot: int | I64) -> None:
+        """Count what every rank has written; the node knows it already."""
+        self._stored += len(np.atleast_1d(slot))
+        self.counters = {"published": self._stored}
+
+    def drop(self, slot: int | I64) -> None:
+        """Never find these slots again, if they still hold what this engine knows of."""
+        for member, own, _ in self._by_node(np.atleast_1d(slot)):
+            member.drop(own)
+
+    def gauges(self) -> dict[str, int]:
+        """Numbers of all nodes' stores together, a second old at most."""
+        total: Counter[str] = Counter()
+        for member in self._members:
+            for name, value in member.gauges().items():
+                total[name] += value
+        return dict(total)
+
+    def step(self) -> None:
+        """A step begins: what was found before it is asked for again."""
+        for member in self._members:
+            member.step()
+        for known in (self._found, self._names, self._others, self._absent):
+            known.clear()
+
+    def close(self) -> bool:
+        """End the sessions: the nodes undo their pins."""
+        closed = [member.close() for member in self._members]
+        return all(closed)
+
+
+def _take_first(table: I64) -> I64:
+    """The first entry of each column that is not negative, or -1; it is taken out of the table."""
+    columns = np.arange(table.shape[1])
+    at = np.argmax(table >= 0, axis=0)
+    found: I64 = table[at, columns].copy()
+    table[at, columns] = -1
+    return found

@@ -1,0 +1,363 @@
+"""Volumes: the bytes of slots of engines that keep their index themselves (mode ``page``).
+
+A volume belongs to one rank of one engine, and is one file on one drive of the node. It lies in
+``volumes/UUID/`` below the directory of the drive, and has its space from the start. What is in it
+the engine knows: the node moves bytes, and attends to them where it is told to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from uuid import UUID, uuid4
+
+import msgspec
+
+from vllm_ssdkv.base.durable_file import create_temporary, sync_directory, write_all
+from vllm_ssdkv.base.errors import ConfigError, DeviceError, StoreError
+from vllm_ssdkv.base.host import default_capacity
+from vllm_ssdkv.base.sizes import format_size
+from vllm_ssdkv.config.engine import MIN_CAPACITY, DeviceConfig
+from vllm_ssdkv.config.node import NodeConfig
+from vllm_ssdkv.node.protocol.messages import Drive, VolumeStatus
+from vllm_ssdkv.store.devices.data_device import OpenDevice, make_directory, open_device
+from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, round_up
+from vllm_ssdkv.store.format.superblock import data_file_path
+from vllm_ssdkv.store.io.engines.open import open_engine
+from vllm_ssdkv.store.io.engines.protocol import IoEngine
+from vllm_ssdkv.store.memory.arena import Arena
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY: Final = "volumes"
+_DRIVE: Final = "drive.uuid"
+_ABOUT: Final = "volume.json"
+
+_LOCK_S: Final = 2.0
+"""Wait for a volume whose last session is about to end, in seconds; the engine asks again."""
+
+
+class _About(msgspec.Struct, frozen=True):
+    """Content of :data:`_ABOUT`, for people."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VolumeSet:
+    """Volumes of one rank of one engine, open and locked: one on each drive of the node.
+
+    Attributes:
+        devices: The file on each drive; None where a drive has no volume of this set.
+        paths: Paths of the drives, for messages.
+        config: Options of the node.
+
+    Example:
+        volumes = shelf.open([name], [1 << 30], "Qwen/Qwen3-8B")
+        engine = volumes.open_engine(Arena(1 << 26))
+    """
+
+    devices: tuple[OpenDevice | None, ...]
+    paths: tuple[str, ...]
+    config: NodeConfig
+
+    @property
+    def fds(self) -> list[int]:
+        """Descriptor of each drive's volume; -1 where there is none."""
+        return [-1 if device is None else device.fd for device in self.devices]
+
+    def nbytes(self, drive: int) -> int:
+        """Bytes of a drive's volume; 0 where there is none."""
+        device = self.devices[drive]
+        return 0 if device is None else device.nbytes
+
+    def open_engine(self, arena: Arena) -> IoEngine:
+        """An I/O engine over all drives, as the node's options have it; drives without a volume
+        fail their requests. It must be closed before the set is.
+
+        Raises:
+            EngineUnavailableError: see :func:`~vllm_ssdkv.store.io.engines.open.open_engine`.
+        """
+        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fds = [null if fd < 0 else fd for fd in self.fds]
+            return open_engine(self.config.io.engine_options(), fds, self.paths, arena)
+        finally:
+            os.close(null)
+
+    def close(self) -> None:
+        """Close the files, and give back their locks. Engines over them must have ended."""
+        for device in self.devices:
+            if device is not None:
+                with contextlib.suppress(OSError):
+                    os.utime(device.path)
+                device.close()
+
+
+class VolumeShelf:
+    """All volumes of a node. Any thread may call; all methods block on I/O.
+
+    Example:
+        shelf = VolumeShelf(config)
+        shelf.drives("Qwen/Qwen3-8B")
+    """
+
+    def __init__(self, config: NodeConfig):
+        """``config``: options of the node."""
+        self._config = config
+        self._lock = threading.Lock()
+        self._open: set[UUID] = set()
+
+    def check(self) -> None:
+        """Check that this node takes volumes.
+
+        Raises:
+            ConfigError: it does not; the text says why.
+        """
+        if self._config.encryption is not None:
+            raise ConfigError(
+                "the node has the option encryption, which is for stores that it keeps itself; "
+                "engines in mode page encrypt on their side, or use a node without it"
+            )
+
+    def drives(self, model: str) -> list[Drive]:
+        """The drives, with the room that an engine of this model may take.
+
+        Raises:
+            ConfigError: a drive has less room than a store needs, or the node takes no volumes.
+            StoreError: a drive cannot be used.
+        """
+        self.check()
+        share = self._config.share_of(model)
+        found = []
+        for number, device in enumerate(self._config.devices):
+            room = int(share * self._whole(device))
+            if room < MIN_CAPACITY:
+                raise ConfigError(
+                    f"drive {device.path}: a share of {share:g} is {format_size(room)}, less than "
+                    f"{format_size(MIN_CAPACITY)}: give the drive more capacity, or the model a "
+                    "larger share (store_share, shares)"
+                )
+            found.append(Drive(self._name(number).bytes, _printable(device.path), room))
+        return found
+
+    def _whole(self, device: DeviceConfig) -> int:
+        try:
+            return device.capacity or default_capacity(Path(device.path))
+        except OSError as error:
+            raise StoreError(f"drive {device.path}: {error.strerror}") from error
+
+    def _directory(self, number: int) -> Path:
+        """Directory of the volumes on a drive, made if need be."""
+        device = Path(self._config.devices[number].path)
+        make_directory(device, f"drive {number} ({device})")
+        make_directory(device / DIRECTORY, f"drive {number} ({device})")
+        return device / DIRECTORY
+
+    def _name(self, number: int) -> UUID:
+        """Name of a drive, which it gets the first time that somebody asks."""
+        with self._lock:
+            path = self._directory(number) / _DRIVE
+            try:
+                return UUID(path.read_text(encoding="ascii").strip())
+            except FileNotFoundError:
+                name = uuid4()
+                _write(path, str(name).encode())
+                return name
+            except (OSError, ValueError) as error:
+                raise StoreError(
+                    f"{path}: the name of the drive cannot be read ({error}); remove the file, "
+                    "and engines take the drive for a new one"
+                ) from error
+
+    def open(self, names: Sequence[bytes | None], nbytes: Sequence[int], model: str) -> VolumeSet:
+        """Open the volumes of a rank, and make those that are not there.
+
+        Args:
+            names: UUID of the volume on each drive; None: there is none.
+            nbytes: Size of each.
+            model: Name of the engine's model.
+
+        Raises:
+            ConfigError: the node takes no volumes, or a drive has not the room.
+            StoreLockedError: another session has one.
+            DeviceError: a drive cannot be used.
+        """
+        self.check()
+        drives = self._config.devices
+        if not len(names) == len(nbytes) == len(drives):
+            raise ConfigError(f"the node has {len(drives)} drives, not {len(names)}")
+        opened: list[OpenDevice | None] = []
+        with ExitStack() as stack:
+            for number, (name, size) in enumerate(zip(names, nbytes, strict=True)):
+                if name is None:
+                    opened.append(None)
+                    continue
+                device = self._open_one(number, UUID(bytes=name), size, model)
+                stack.callback(device.close)
+                opened.append(device)
+            found = VolumeSet(
+                tuple(opened),
+                tuple(device.path for device in drives),
+                self._config,
+            )
+            stack.pop_all()
+        return found
+
+    def _open_one(self, number: int, name: UUID, nbytes: int, model: str) -> OpenDevice:
+        directory = self._directory(number) / str(name)
+        size = round_up(nbytes, PAGE_ALIGN)
+        with self._lock:  # so that two who ask at once do not both take the last room
+            new = not data_file_path(directory, 0).exists()
+            self._check_room(number, name, size)
+            make_directory(directory, f"volume {name}")
+            try:
+                device = open_device(
+                    directory,
+                    index=number,
+                    rank=0,
+                    nbytes=size,
+                    direct=self._config.io.direct,
+                    lock_timeout_s=0.0 if new else _LOCK_S,
+                )
+            except BaseException:
+                if new:
+                    shutil.rmtree(directory, ignore_errors=True)
+                raise
+            if new:
+                _write(directory / _ABOUT, msgspec.json.encode(_About(model)))
+                logger.info(
+                    "ssdkv node: volume %s of %s, %s, is made", name, model, format_size(size)
+                )
+        return device
+
+    def _check_room(self, number: int, name: UUID, nbytes: int) -> None:
+        """Check that all volumes of a drive, with this one, have room there."""
+        device = self._config.devices[number]
+        others = sum(_size(path) for path in self._directories(number) if path.name != str(name))
+        if device.capacity is not None and others + nbytes > device.capacity:
+            raise ConfigError(
+                f"drive {device.path} has no room for a volume of {format_size(nbytes)}: others "
+                f"have {format_size(others)} of {format_size(device.capacity)}; raise its "
+                "capacity, or remove volumes that nobody uses (`ssdkv node volumes`)"
+            )
+
+    def _directories(self, number: int) -> list[Path]:
+        return sorted(path for path in self._directory(number).iterdir() if path.is_dir())
+
+    def volumes(
+        self, names: Sequence[bytes] = (), in_use: Sequence[bytes] = ()
+    ) -> list[VolumeStatus]:
+        """Volumes that there are; ``names``: only those, where there are any; ``in_use``: that
+        sessions have open.
+
+        Raises:
+            StoreError: a drive cannot be read.
+        """
+        wanted = {UUID(bytes=name) for name in names}
+        found = []
+        try:
+            for number, device in enumerate(self._config.devices):
+                for path in self._directories(number):
+                    name = _as_uuid(path.name)
+                    there = name is not None and data_file_path(path, 0).exists()
+                    if name is None or not there or (wanted and name not in wanted):
+                        continue
+                    found.append(_status(path, name, device.path, name.bytes in in_use))
+        except OSError as error:
+            raise StoreError(f"volumes cannot be listed: {error}") from error
+        return found
+
+    def remove(self, name: bytes) -> None:
+        """Remove a volume.
+
+        Raises:
+            StoreError: there is none of this name, or it cannot be removed.
+            StoreLockedError: a session has it open.
+        """
+        text = str(UUID(bytes=name))
+        for number in range(len(self._config.devices)):
+            directory = self._directory(number) / text
+            if not directory.exists():
+                continue
+            with self._lock:
+                device = open_device(
+                    directory,
+                    index=number,
+                    rank=0,
+                    nbytes=PAGE_ALIGN,
+                    direct="off",
+                    lock_timeout_s=0.0,
+                )
+                try:
+                    shutil.rmtree(directory)
+                except OSError as error:
+                    raise StoreError(f"{directory} cannot be removed: {error}") from error
+                finally:
+                    device.close()
+            logger.info("ssdkv node: volume %s is removed", text)
+            return
+        raise StoreError(f"there is no volume {text}")
+
+
+def _status(path: Path, name: UUID, drive: str, is_open: bool) -> VolumeStatus:
+    about = _About("")
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        about = msgspec.json.decode((path / _ABOUT).read_bytes(), type=_About)
+    idle_s = 0.0
+    with contextlib.suppress(OSError):
+        idle_s = max(0.0, time.time() - data_file_path(path, 0).stat().st_mtime)
+    return VolumeStatus(
+        name.bytes,
+        _printable(drive),
+        about.model,
+        _size(path),
+        is_open,
+        0.0 if is_open else idle_s,
+    )
+
+
+def _size(path: Path) -> int:
+    """Bytes of the volume in a directory."""
+    with contextlib.suppress(OSError):
+        return data_file_path(path, 0).stat().st_size
+    return 0
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Make a small file, whole. Blocks on I/O.
+
+    Raises:
+        DeviceError: it cannot be written.
+    """
+    try:
+        fd, temporary = create_temporary(path)
+        try:
+            write_all(fd, data, 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(temporary, path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise DeviceError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _as_uuid(text: str) -> UUID | None:
+    try:
+        return UUID(text)
+    except ValueError:
+        return None
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
