@@ -61,8 +61,9 @@ def _numbers(board: Dashboard) -> None:
         ),
         number(
             "Engines without a node",
-            "Engines that name a node which does not answer them. They compute what they would find "
-            "there. Where an engine names several nodes, it counts by the share that is missing.",
+            "Engines that name a node which does not answer them. They compute what they would "
+            "find there. Where an engine names several nodes, it counts by the share that is "
+            "missing.",
             "none",
             (f"sum(1 - {ours('node_connected')})", "engines"),
             limits=[(1, BAD)],

@@ -339,17 +339,22 @@ class PooledIndex:
             member.drop(own)
 
     def gauges(self) -> dict[str, int]:
-        """Numbers of all nodes' stores together, a second old at most."""
-        total: Counter[str] = Counter()
+        """None: the nodes tell them themselves, once for all engines."""
+        return {}
+
+    def forget_all(self) -> None:
+        """Find nothing any more that is stored now, on any node; one round trip for each."""
+        self._clear()
         for member in self._members:
-            for name, value in member.gauges().items():
-                total[name] += value
-        return dict(total)
+            member.forget_all()
 
     def step(self) -> None:
         """A step begins: what was found before it is asked for again."""
         for member in self._members:
             member.step()
+        self._clear()
+
+    def _clear(self) -> None:
         for known in (self._found, self._names, self._others, self._absent):
             known.clear()
 

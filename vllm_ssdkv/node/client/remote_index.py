@@ -465,11 +465,14 @@ class RemoteIndex:
         return True
 
 
-class HasSteps(Protocol):
-    """An index that is told of steps."""
+class IndexOnNodes(Protocol):
+    """An index that nodes keep, as far as placement concerns it."""
 
     def step(self) -> None:
         """A step begins."""
+
+    def forget_all(self) -> None:
+        """Find nothing any more that is stored now."""
 
 
 class RemotePlacement:
@@ -482,7 +485,7 @@ class RemotePlacement:
     weights: Sequence[float] = ()
     slots_to_come = 0
 
-    def __init__(self, index: HasSteps):
+    def __init__(self, index: IndexOnNodes):
         self._index = index
 
     def step(self) -> None:
