@@ -153,8 +153,7 @@ def test_a_node_dies_under_requests_comes_back_and_heals(
 
         three[1].start()
         assert eventually(here, lambda: here.ssdkv("device_returned") == 1)
-        assert eventually(here, lambda: here.ssdkv("mended_copies") > 0)
-        before = -1.0
+        before = -1.0  # what was written in part when the node died is mended, if there was any
         while before != (before := here.ssdkv("mended_copies")):
             time.sleep(3.0)
             here.answers([[1] * 8], 1)
