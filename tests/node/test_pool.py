@@ -411,4 +411,16 @@ def test_no_node_at_all(engines: Callable[..., Engine], site: Site) -> None:
     assert not engine.index.awaits("a", keys, unknown)
     assert engine.claim(keys).tolist() == [TAKEN] * len(keys)
     engine.index.touch_chain(keys)
-    assert engine.index.gauges()["ready"] == 0 or engine.index.gauges()
+
+
+def test_a_reset_is_of_one_engine_on_every_node(engines: Callable[..., Engine]) -> None:
+    first, second = engines(), engines()
+    keys = new_keys(3 * RUN_BLOCKS)
+    second.save(keys)
+    assert first.find(keys) == len(keys)
+    RemotePlacement(first.index).forget_stored()
+    first.step()
+    assert first.find(keys) == 0
+    assert second.find(keys) == len(keys)
+    assert first.save(keys) == (len(keys), 0), "computed anew, they take the place of the old"
+    assert first.find(keys) == second.find(keys) == len(keys)

@@ -166,11 +166,14 @@ class HostedStore:
                 slots = slots[: [*there, False].index(False)]
             return slots, self._index.epochs(slots)
 
-    def find_each(self, keys: Sequence[bytes]) -> tuple[I64, I64]:
+    def find_each(self, lease: Lease, keys: Sequence[bytes]) -> tuple[I64, I64]:
         """Slot of each key, -1 where it is not stored, and their epochs, 0 there; both [n]."""
         with self._lock:
             found = [self._index.find(key) for key in keys]
-            slots = np.array([-1 if s is None else s for s in found], dtype=np.int64)
+            there = [s is not None and self._is_there(lease, s) for s in found]
+            slots = np.array(
+                [s if known else -1 for s, known in zip(found, there, strict=True)], dtype=np.int64
+            )
             epochs = np.zeros(len(keys), dtype=np.int64)
             epochs[slots >= 0] = self._index.epochs(slots[slots >= 0])
             return slots, epochs
@@ -226,9 +229,9 @@ class HostedStore:
         slots = [self._index.find(key[:-1] + bytes([key[-1] ^ tag])) for tag in tags]
         return all(slot is not None and self._is_there(lease, slot) for slot in slots)
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark what is stored of a chain, in this node, as just used."""
-        slots, _ = self.find_each(keys)
+    def touch(self, lease: Lease, keys: Sequence[bytes]) -> None:
+        """Mark what a session finds of a chain, in this node, as just used."""
+        slots, _ = self.find_each(lease, keys)
         with self._lock:
             self._index.touch(slots[slots >= 0])
 

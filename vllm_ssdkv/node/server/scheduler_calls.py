@@ -106,7 +106,7 @@ class SessionCalls:
         return Slots(pack(slots), pack(epochs), expected)
 
     def _find(self, message: Find) -> Message:
-        slots, epochs = self._store.find_each(unpack_keys(message.keys))
+        slots, epochs = self._store.find_each(self._lease, unpack_keys(message.keys))
         return Slots(pack(slots), pack(epochs))
 
     def _go_on(self, message: GoOn) -> None:
@@ -128,7 +128,7 @@ class SessionCalls:
         return Claimed(pack(slots), pack(epochs))
 
     def _touch(self, message: Touch) -> None:
-        self._store.touch(unpack_keys(message.keys))
+        self._store.touch(self._lease, unpack_keys(message.keys))
 
     def _pin(self, message: Pin) -> None:
         self._store.pin(self._lease, *_pairs(message.slots, message.epochs))
