@@ -46,6 +46,8 @@ def test_it_waits_as_long_as_something_comes() -> None:
         assert not chains.overdue(chain, None)
     clock.now += STALL_S
     assert chains.overdue(chain, None), "nothing has come for too long"
+    chain.begun = None
+    assert chains.overdue(chain, None), "it takes over once and for all"
 
 
 def test_it_waits_no_longer_than_computing_would_take() -> None:

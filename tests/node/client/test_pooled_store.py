@@ -38,6 +38,8 @@ class Script:
         self.mark = mark
         self.late = False
         self.complete = True
+        self.at_once = False
+        """The end of a load comes with its blocks."""
         self.held: list[tuple[Connection, Load, int]] = []
         """Loads that came while it was late."""
         self.copied = 0
@@ -50,6 +52,8 @@ class Script:
                     self.go_on()
             case Copied():
                 self.copied += 1
+                if self.at_once:
+                    return None
                 connection.push(LoadEnded(True, NONE, NONE, 16), frame.call_id)
             case _:
                 pass
@@ -65,7 +69,8 @@ class Script:
                 continue
             offsets = np.arange(len(blocks)) * FRAME
             connection.node.arena[:] = self.mark
-            connection.push(Arrived(0, pack(blocks), pack(offsets)), call)
+            ended = LoadEnded(True, NONE, NONE, 16) if self.at_once else None
+            connection.push(Arrived(0, pack(blocks), pack(offsets), ended), call)
 
 
 class Worker:
@@ -78,9 +83,12 @@ class Worker:
         self.store.open()
         self.store.tell_weights(b"weights")
         self.hbm: dict[int, int] = {}
+        self.meanwhile: Callable[[], None] = lambda: None
+        """What happens before a copy has read its frames."""
         self.store.start(self._copy_in)
 
     def _copy_in(self, frames: NDArray[np.int32], blocks: NDArray[np.int64]) -> None:
+        self.meanwhile()
         for frame, block in zip(frames.tolist(), blocks.tolist(), strict=True):
             self.hbm[block] = int(self.store.load_frames.view(frame)[0])
 
@@ -192,6 +200,26 @@ def test_what_a_node_does_not_bring_another_one_brings(
     scripts[1].complete = False
     worker.load([8], node=0, other=True)
     assert not worker.loaded().complete
+    assert worker.hbm == {5: 22, 6: 22}
+
+
+def test_bytes_of_a_node_that_leaves_while_they_are_copied_are_brought_again(
+    worker: Worker, scripts: list[Script]
+) -> None:
+    scripts[0].late = scripts[0].at_once = True
+    worker.load([5, 6], node=0, other=True)
+    until(lambda: scripts[0].held)
+    node = scripts[0].held[0][0].node
+
+    def leave() -> None:
+        worker.meanwhile = lambda: None
+        for connection in node.connections:
+            connection.channel.abort()
+        node.arena[:] = 99
+
+    worker.meanwhile = leave
+    scripts[0].go_on()
+    assert worker.loaded().complete
     assert worker.hbm == {5: 22, 6: 22}
 
 

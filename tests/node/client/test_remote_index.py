@@ -198,6 +198,33 @@ def test_an_answer_to_something_else_ends_the_session(tmp_path: Path, counters: 
     node.kill()
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Slots(pack([3, 4]), pack([30])),
+        Slots(pack([3, 4, 5]), pack([30, 40, 50])),
+        Slots(b"odd", b""),
+        Claimed(pack([7]), pack([70])),
+        Claimed(pack([7, 8]), pack([70])),
+        Claimed(b"", b"odd"),
+    ],
+)
+def test_an_answer_that_cannot_be_ends_the_session(
+    tmp_path: Path, counters: Counters, answer: Slots | Claimed
+) -> None:
+    node = ScriptedNode(tmp_path, lambda *_: answer)
+    link = NodeLink(node.peer("scheduler"), counters, with_bytes=False)
+    session = link.start()
+    index = RemoteIndex(link, counters)
+    if isinstance(answer, Slots):
+        assert index.lookup(KEYS[:2]).tolist() == []
+    else:
+        assert index.claim(KEYS[:2]).tolist() == [TAKEN, TAKEN]
+    assert session.ended
+    index.close()
+    node.kill()
+
+
 def test_slots_beyond_the_store_are_not_used(node: ScriptedNode, counters: Counters) -> None:
     node.slots = 4
     link = NodeLink(node.peer("scheduler"), counters, with_bytes=False)

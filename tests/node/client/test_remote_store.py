@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tests.node.client.scripted_node import FRAME, FRAMES, Connection, ScriptedNode
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.node.client import remote_store
 from vllm_ssdkv.node.client.remote_store import RemoteStore
 from vllm_ssdkv.node.protocol.channel import Frame
 from vllm_ssdkv.node.protocol.messages import (
@@ -99,11 +100,14 @@ class Engine:
         self.store.tell_weights(b"weights")
         self.hbm: dict[int, bytes] = {}
         self.breaks = False
+        self.meanwhile: Callable[[], None] = lambda: None
+        """What happens before a copy has read its frames."""
         self.store.start(self._copy_in)
 
     def _copy_in(self, frames: NDArray[np.int32], blocks: NDArray[np.int64]) -> None:
         if self.breaks:
             raise RuntimeError("HBM is gone")
+        self.meanwhile()
         assert len(self.store.load_frames.address(frames)) == len(blocks)
         for frame, block in zip(frames.tolist(), blocks.tolist(), strict=True):
             self.hbm[block] = self.store.load_frames.view(frame).tobytes()
@@ -251,6 +255,89 @@ def test_a_hit_that_ends_too_early_has_failed(engine: Engine, script: Script) ->
     engine.load(7)
     assert not engine.outcome().complete
     until(lambda: len(script.copied) == 3)
+
+
+@pytest.mark.parametrize("who", ["node", "engine"])
+def test_frames_that_a_node_may_have_filled_anew_complete_no_load(
+    engine: Engine, node: ScriptedNode, script: Script, who: str
+) -> None:
+    script.at_once = True
+
+    def end() -> None:
+        until(lambda: len(script.loads) == 2)  # the second one is told of, and not yet received
+        if who == "node":
+            for connection in node.connections:
+                connection.channel.abort()
+        elif engine.store.link.session is not None:
+            engine.store.link.session.end()
+        node.arena[:] = 99
+
+    engine.meanwhile = end
+    engine.load(3)
+    engine.load(4)
+    assert [engine.outcome().complete for _ in range(2)] == [False, False]
+
+
+def test_a_load_may_wait_while_the_node_does_others(
+    engine: Engine, node: ScriptedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_store, "CALL_S", 0.2)
+    loads: list[tuple[Connection, int, int]] = []
+
+    def hold(connection: Connection, message: Message, frame: Frame) -> None:
+        if isinstance(message, Load):
+            loads.append((connection, frame.call_id, int(unpack(message.blocks)[0])))
+
+    def bring() -> None:
+        connection, call, block = loads.pop(0)
+        ended = LoadEnded(True, NONE, NONE, 16)
+        connection.push(Arrived(0, pack([block]), pack([0]), ended), call)
+
+    node.script = hold
+    engine.load(3)
+    engine.load(4)
+    until(lambda: len(loads) == 2)
+    for _ in range(2):
+        time.sleep(0.8 * DEADLINE_S)
+        assert engine.store.take_load_outcomes() == []
+        bring()
+        assert engine.outcome().complete
+
+
+def test_a_node_calls_wrong_only_what_it_was_asked_for(engine: Engine, node: ScriptedNode) -> None:
+    def lie(connection: Connection, message: Message, frame: Frame) -> None:
+        if isinstance(message, Load):
+            connection.push(LoadEnded(False, pack([1 << 40]), pack([1])), frame.call_id)
+
+    node.script = lie
+    engine.load(3)
+    outcome = engine.outcome()
+    assert (outcome.complete, outcome.bad) == (False, [])
+
+
+def test_memory_of_a_session_is_unpinned_before_it_goes(engine: Engine, node: ScriptedNode) -> None:
+    pinned: list[int] = []
+
+    def pin(address: int, nbytes: int, *, writable: bool) -> Callable[[], bool]:
+        assert nbytes > 0
+        pinned.append(address)
+
+        def unpin() -> bool:
+            pinned.remove(address)
+            return True
+
+        return unpin
+
+    engine.store.pin_with(pin)
+    assert len(pinned) == 2, "the region and the arena"
+    first = set(pinned)
+    node.kill()
+    node.start()
+    until(lambda: engine.store.take_write_results() == ([], []) and engine.store.usable)
+    assert len(pinned) == 2
+    assert set(pinned) != first
+    engine.store.close()
+    assert pinned == []
 
 
 def test_a_load_that_is_over_brings_no_more_blocks(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tests.conftest import disk_directory
 from tests.node.server.attacker import Attacker
-from vllm_ssdkv.base.errors import NodeRefusedError
+from vllm_ssdkv.base.errors import NodeRefusedError, StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.node import NodeConfig
 from vllm_ssdkv.node.client.remote_store import RemoteStore
@@ -202,6 +202,16 @@ def test_a_load_of_what_is_not_there_any_more_fails(engines: list[Halves]) -> No
     assert two.load(0, slots, epochs, KEYS[:2]).complete
 
 
+def test_of_a_load_only_what_is_not_there_is_called_wrong(engines: list[Halves]) -> None:
+    one, two = engines
+    slots, epochs = one.store(KEYS[:4])
+    one.scheduler.tell(Drop(pack(slots[1:2]), pack(epochs[1:2]), "weights"))
+    assert eventually(lambda: len(two.find(KEYS[:4])[0]) == 1)
+    outcome = two.load(0, slots, epochs, KEYS[:4])
+    assert not outcome.complete
+    assert outcome.bad == [(int(slots[1]), int(epochs[1]))]
+
+
 def test_what_an_engine_has_not_wholly_saved_goes_with_it(
     engines: list[Halves], node: Node
 ) -> None:
@@ -269,6 +279,9 @@ def test_weights_are_told_within_a_run(engines: list[Halves]) -> None:
     one, two = engines
     assert one.scheduler.call(Bind(1.0), Bound).weights == [b"one", b"one"]
     assert two.scheduler.call(Bind(1.0), Bound).weights == [b"two", b"two"]
+    one.workers[0].tell_weights(b"one")
+    with pytest.raises(StoreError, match="rank 0 of one has told of other weights"):
+        one.workers[0].tell_weights(b"another engine's")
 
 
 def test_weights_that_nobody_tells_are_waited_for(node: Node) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
 
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.connector.worker.pinning import pin_memory
+from vllm_ssdkv.connector.worker.pinning import pin_memory, unpin_memory
 from vllm_ssdkv.connector.worker.rank_store import StoreWork
 from vllm_ssdkv.node.client.pooled_store import PooledStore
 from vllm_ssdkv.node.client.remote_store import RemoteStore
@@ -20,14 +20,25 @@ from vllm_ssdkv.store.format.segment import Segment
 logger = logging.getLogger(__name__)
 
 
-def _pin(device: torch.device, address: int, nbytes: int, *, writable: bool) -> None:
-    """Register memory; that which is the node's need not be."""
+def _pin(device: torch.device, address: int, nbytes: int, *, writable: bool) -> Callable[[], bool]:
+    """Register memory; that which is the node's need not be. See ``PinMemory``."""
     try:
         pin_memory(address, nbytes, writable=writable, device=device)
     except StoreError as error:
         if writable:
             raise
         logger.warning("ssdkv: the arena of the node is not pinned: %s", error)
+        return lambda: True
+
+    def unpin() -> bool:
+        try:
+            unpin_memory(address, nbytes, device=device)
+        except StoreError as error:
+            logger.warning("ssdkv: memory of a session with the node stays: %s", error)
+            return False
+        return True
+
+    return unpin
 
 
 class NodeRank:

@@ -48,9 +48,18 @@ def unpin_arena(arena: Arena, device: torch.device) -> None:
     Raises:
         StoreError: CUDA refuses.
     """
+    unpin_memory(arena.address, arena.nbytes, device=device)
+
+
+def unpin_memory(address: int, nbytes: int, *, device: torch.device) -> None:
+    """End the registration of memory, as :func:`unpin_arena`.
+
+    Raises:
+        StoreError: CUDA refuses.
+    """
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)
         cudart: Any = torch.cuda.cudart
-        code = int(cudart().cudaHostUnregister(arena.address))
+        code = int(cudart().cudaHostUnregister(address))
     if code:
-        raise StoreError(f"CUDA does not unpin {arena.nbytes} bytes of DRAM (error {code})")
+        raise StoreError(f"CUDA does not unpin {nbytes} bytes of DRAM (error {code})")

@@ -682,6 +682,8 @@ class SSDKVWorker:
 
     def _copy_frames(self, plan: CopyFrames) -> None:
         """Write copies of frames into other slots."""
+        if self.offloader is not None:
+            self.offloader.reclaim(plan.new)
         copied, wrong = self.store.copy(plan.old, plan.old_epochs, plan.new, plan.keys)
         self._commit(Flush(plan.new, plan.epochs, plan.keys), copied)
         new = zip(plan.new[~copied].tolist(), plan.epochs[~copied].tolist(), strict=True)

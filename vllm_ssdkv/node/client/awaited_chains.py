@@ -31,6 +31,7 @@ class Waiting:
         asked: When it has asked last.
         moved: When more was found than before.
         found: Blocks that were found last.
+        over: It has waited long enough, and does not wait again.
     """
 
     number: int
@@ -38,6 +39,7 @@ class Waiting:
     asked: float = 0.0
     moved: float = 0.0
     found: int = 0
+    over: bool = False
 
 
 class AwaitedChains:
@@ -73,14 +75,14 @@ class AwaitedChains:
         return chain.begun is None or self._clock() - chain.asked >= ASK_S
 
     def overdue(self, chain: Waiting, seconds: float | None) -> bool:
-        """Check whether a request has waited long enough. ``seconds``: how long it would compute
-        what is missing; None: nobody knows."""
-        if chain.begun is None:
-            return False
-        now = self._clock()
-        waited = now - chain.begun
-        most = LONGEST_S if seconds is None else min(LONGEST_S, PATIENCE * seconds)
-        return now - chain.moved > STALL_S or waited > max(most, STALL_S / 4)
+        """Check whether a request has waited long enough, once and for all. ``seconds``: how long
+        it would compute what is missing; None: nobody knows."""
+        if not chain.over and chain.begun is not None:
+            now = self._clock()
+            most = LONGEST_S if seconds is None else min(LONGEST_S, PATIENCE * seconds)
+            waited = now - chain.begun
+            chain.over = now - chain.moved > STALL_S or waited > max(most, STALL_S / 4)
+        return chain.over
 
     def told(self, chain: Waiting, found: int) -> None:
         """The node says that others compute what is missing behind ``found`` blocks."""

@@ -180,7 +180,7 @@ class PooledIndex:
         chain = self._chains.of(name)
         if not self._chains.asks_again(chain):
             return True
-        over = chain.begun is not None and self._chains.overdue(chain, seconds())
+        over = chain.over or (chain.begun is not None and self._chains.overdue(chain, seconds()))
         found = len(self.lookup(keys))
         missing = keys[found : found + MAX_ENTRIES]
         ranked = self._ranked(head or keys[0])

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
@@ -123,7 +123,6 @@ class _Part:
         load: Whose part it is.
         which: Indices of its slots.
         node, other: Nodes that have them; -1: no other.
-        asked: When the first one was asked, of the monotonic clock.
         under_way: Nodes that were asked and have not answered.
         other_asked: The other one was asked.
         hedged: It was, while the first one had not answered.
@@ -134,7 +133,6 @@ class _Part:
     which: I64
     node: int
     other: int
-    asked: float = field(default_factory=time.monotonic)
     under_way: int = 0
     other_asked: bool = False
     hedged: bool = False
@@ -192,8 +190,8 @@ class PooledStore:
         self._wanted: dict[int, int] = {}
         """HBM block by handle. Taken out under ``_copying`` only."""
         self._copying, self._lock = threading.Lock(), threading.Lock()
-        self._parts: dict[str, tuple[_Part, int]] = {}
-        """Parts that nodes were asked for, by name, and the node."""
+        self._parts: dict[str, tuple[_Part, int, float]] = {}
+        """Parts that nodes were asked for, by name, the node, and when, of the monotonic clock."""
         self._number = 0
         self._next_handle = 1
         self._times = [LoadTimes() for _ in peers]
@@ -373,7 +371,7 @@ class PooledStore:
         job, which = part.load.job, part.which
         self._number += 1
         name = f"{job.request_id} part {self._number}"
-        self._parts[name] = part, node
+        self._parts[name] = part, node, time.monotonic()
         part.under_way += 1
         chain = len(job.slots) if job.chain is None else job.chain
         self.stores[node].load(
@@ -403,6 +401,8 @@ class PooledStore:
             if not new.any() or self._copy_in is None:
                 return
             self._copy_in(self.load_frames.numbers(node, frames[new]), blocks[new])
+            if not self.stores[node].lends:
+                return  # it may have been other blocks' bytes: another node brings them
             for handle in handles[new].tolist():
                 del self._wanted[handle]
 
@@ -416,7 +416,7 @@ class PooledStore:
                 self._counters.add("thread_errors", 1, thread="node")
                 logger.exception("ssdkv: loading from nodes failed")
                 with self._lock:
-                    for load in {part.load for part, _ in self._parts.values()}:
+                    for load in {part.load for part, _, _ in self._parts.values()}:
                         self._finish(load, complete=False)
 
     def _wait(self) -> None:
@@ -436,13 +436,13 @@ class PooledStore:
         """Ask others for what is late; seconds until something else is. Lock held."""
         soonest: float | None = None
         now = time.monotonic()
-        for part, _ in list(self._parts.values()):
+        for part, _, asked in list(self._parts.values()):
             if part.other < 0 or part.other_asked or part.done or part.load.over:
                 continue
             late_s = self._times[part.other].late(len(part.which))
             if late_s is None or not self.stores[part.other].usable:
                 continue
-            left_s = part.asked + late_s - now
+            left_s = asked + late_s - now
             if left_s > 0:
                 soonest = left_s if soonest is None else min(soonest, left_s)
             elif self._budget.spend():
@@ -453,11 +453,11 @@ class PooledStore:
 
     def _part_ended(self, outcome: LoadOutcome) -> None:
         """A node has answered. Lock held."""
-        part, node = self._parts.pop(outcome.request_id)
+        part, node, asked = self._parts.pop(outcome.request_id)
         part.under_way -= 1
         load = part.load
         if outcome.complete:
-            self._times[node].record(time.monotonic() - part.asked, len(part.which))
+            self._times[node].record(time.monotonic() - asked, len(part.which))
         load.outcome.bad += self._named(node, outcome.bad)
         if part.done or load.over:
             return
@@ -521,8 +521,8 @@ class PooledStore:
         """Nothing: see :meth:`take_scrubbed`."""
 
     def frame_gauges(self) -> dict[str, int]:
-        """Frames of the nodes; which of them are in use their own metrics say."""
-        return {"dram_frames": self.open_frames}
+        """None: the frames are the nodes', which tell of them themselves."""
+        return {}
 
     # ---- end ----
 

@@ -187,7 +187,7 @@ class RemoteIndex:
         """Notice in a thread that the node is gone: who asks nothing would not."""
         while not self._stopping.wait(LOOK_S):
             session = self._link.session
-            if session is not None:
+            if session is not None and not session.busy:
                 with contextlib.suppress(NodeError):  # the link says so
                     session.call(AskGauges(), Gauges)
 
@@ -200,7 +200,11 @@ class RemoteIndex:
         session, why = self._current(), "it is gone"
         if session is not None:
             try:
-                return session.call(Bind(patience_s), Bound, patience_s + CALL_S).weights
+                weights = session.call(Bind(patience_s), Bound, patience_s + CALL_S).weights
+                store = self._link.peer.store
+                if store is None or len(weights) == store.ranks:
+                    return weights
+                why = f"it tells of {len(weights)} ranks"
             except NodeError as error:
                 why = str(error)
         raise StoreError(
@@ -243,7 +247,7 @@ class RemoteIndex:
         chain = self._chains.of(name)
         if not self._chains.asks_again(chain):
             return True
-        over = chain.begun is not None and self._chains.overdue(chain, seconds())
+        over = chain.over or (chain.begun is not None and self._chains.overdue(chain, seconds()))
         part = keys[:MAX_ENTRIES]
         told = self.look_for_others(chain.number, part, over=over)
         if told is not None:
@@ -286,24 +290,34 @@ class RemoteIndex:
         found = np.full(count, -1, dtype=np.int64)
         if told is None:
             return found
-        slots, epochs = unpack(told.slots), unpack(told.epochs)
-        if len(slots) != count or len(epochs) != count:
-            self._wrong(f"{len(slots)} slots for {count} keys")
+        slots, epochs = self._pairs(told, count, exactly=True)
+        if len(slots) != count:
             return found
         here = (slots >= 0) & (slots < self.num_slots)
         self._epochs[slots[here]], self._live[slots[here]] = epochs[here], True
         found[here] = slots[here]
         return found
 
-    def _wrong(self, why: str) -> None:
-        """End the session of a node that answers what cannot be."""
+    def _pairs(self, told: Slots | Claimed, count: int, *, exactly: bool) -> tuple[I64, I64]:
+        """Slots and epochs of an answer about ``count`` keys, none where it cannot be one. A node
+        that gives such an answer is gone."""
+        try:
+            slots, epochs = unpack(told.slots), unpack(told.epochs)
+            wrong = len(slots) != len(epochs) or len(slots) > count
+            wrong = wrong or (exactly and len(slots) < count)
+            why = f"{len(slots)} slots with {len(epochs)} epochs for {count} keys"
+        except ValueError as error:
+            wrong, why = True, str(error)
+        if not wrong:
+            return slots, epochs
         logger.error("ssdkv: the node %s gave a wrong answer: %s", self._link.peer.address, why)
         if self._session is not None:
             self._session.end()
+        return _NO_SLOTS, _NO_SLOTS
 
     def _usable(self, keys: Sequence[bytes], told: Slots) -> I64:
         """Slots of an answer that are below :attr:`num_slots`, remembered."""
-        slots, epochs = unpack(told.slots), unpack(told.epochs)
+        slots, epochs = self._pairs(told, len(keys), exactly=False)
         inside = (slots >= 0) & (slots < self.num_slots)
         if not inside.all():
             slots, epochs = slots[: inside.argmin()], epochs[: inside.argmin()]
@@ -414,7 +428,9 @@ class RemoteIndex:
         if told is None:
             self._metrics.add("stores_skipped", count, cause="node")
             return np.full(count, TAKEN, dtype=np.int64)
-        slots, epochs = unpack(told.slots), unpack(told.epochs)
+        slots, epochs = self._pairs(told, count, exactly=True)
+        if len(slots) != count:
+            return np.full(count, TAKEN, dtype=np.int64)
         beyond = slots >= self.num_slots
         ours = (slots >= 0) & ~beyond
         self._pins.update(slots[ours].tolist())

@@ -79,8 +79,16 @@ _NO_TAILS: Final = np.zeros(0, dtype=np.uint64)
 class PinMemory(Protocol):
     """Registers memory of this process with a GPU."""
 
-    def __call__(self, address: int, nbytes: int, *, writable: bool) -> None:
-        """Register ``nbytes`` from an absolute address on."""
+    def __call__(self, address: int, nbytes: int, *, writable: bool) -> Callable[[], bool]:
+        """Register ``nbytes`` from an absolute address on.
+
+        Returns:
+            Ends the registration, before the memory goes; False: that was not possible.
+        """
+
+
+_STILL_PINNED: Final[list[_Memory]] = []
+"""Memory that a GPU may still reach: it is never unmapped."""
 
 
 @dataclass(slots=True)
@@ -89,30 +97,33 @@ class _Loading:
 
     Attributes:
         job: What it is to bring.
-        moved: When something of it came last, of the monotonic clock.
         missing: HBM blocks that nothing was copied into yet.
-        failed: A copy into HBM has failed.
+        failed: A copy into HBM has failed, or its bytes may be those of another block.
     """
 
     job: LoadJob
-    moved: float
     missing: set[int]
     failed: bool = False
 
 
 @dataclass(slots=True)
 class _Saving:
-    """Blocks that the node was asked to save, and has not taken yet; ``since`` then."""
+    """Blocks that the node was asked to save, and has not taken yet."""
 
     slots: I64
     epochs: I64
     places: I32
-    since: float
 
 
 class _Memory:
     """Memory of one session, and what is under way in it. The lock guards ``loads``, ``saves``,
-    ``unwritten`` and ``over``."""
+    ``unwritten`` and ``over``.
+
+    Attributes:
+        loads_moved, saves_moved: When the node last did something of any load, and of any save, or
+            the first one under way was asked for; of the monotonic clock. A node does one after the
+            other, so that a single one may wait for long.
+    """
 
     def __init__(self, session: Session, channel: Channel):
         """Map what the session has.
@@ -133,6 +144,8 @@ class _Memory:
         self.lock = threading.Lock()
         self.loads: dict[int, _Loading] = {}
         self.saves: dict[int, _Saving] = {}
+        self.loads_moved = self.saves_moved = 0.0
+        self._unpins: list[Callable[[], bool]] = []
         self.unwritten: dict[int, int] = {}
         self.over = False
         self.receiver: threading.Thread | None = None
@@ -142,6 +155,32 @@ class _Memory:
     def usable(self) -> bool:
         """Check whether anything new may begin in it."""
         return not (self.over or self.session.ended)
+
+    @property
+    def lends(self) -> bool:
+        """Check whether the node still keeps for this session the frames that it has told of. It
+        ends the connection before it uses them again."""
+        return not self.session.ended and not self.channel.peer_left
+
+    def pin(self, pin: PinMemory) -> None:
+        """Register with a GPU what is mapped.
+
+        Raises:
+            StoreError: of ``pin``.
+        """
+        frames = self.region.frames
+        self._unpins.append(pin(frames.start, self.region.nbytes, writable=True))
+        if self.arena is not None:
+            address = int(self.arena.ctypes.data)
+            self._unpins.append(pin(address, self.arena.nbytes, writable=False))
+
+    def unpin(self) -> None:
+        """End the registrations: what is mapped at these addresses later is other memory. Memory of
+        which one does not end stays mapped."""
+        unpins, self._unpins = self._unpins, []
+        ended = [unpin() for unpin in unpins]
+        if not all(ended):
+            _STILL_PINNED.append(self)
 
     def take_back(self, patience_s: float) -> None:
         """Take back places that the node has copied; wait so long for some where none is free."""
@@ -154,11 +193,10 @@ class _Memory:
             return
 
     def stood_still(self, since: float) -> bool:
-        """Check whether a load or a save has not moved since this instant."""
+        """Check whether loads or saves are under way, and none has moved since this instant."""
         with self.lock:
-            return any(load.moved < since for load in self.loads.values()) or any(
-                save.since < since for save in self.saves.values()
-            )
+            loads_stand = bool(self.loads) and self.loads_moved < since
+            return loads_stand or (bool(self.saves) and self.saves_moved < since)
 
 
 class _SaveFrames:
@@ -255,6 +293,12 @@ class RemoteStore:
         """Check whether something new may begin in the session in use."""
         return self._memory is not None and self._memory.usable
 
+    @property
+    def lends(self) -> bool:
+        """Check whether the node still keeps the frames that it has told of, for the thread that
+        copies them."""
+        return self._memory is not None and self._memory.lends
+
     def describe(self) -> list[str]:
         """Lines of the start-up summary."""
         if self._memory is None:
@@ -304,14 +348,28 @@ class RemoteStore:
         if self._weights:
             session.call(TellWeights(self._weights), Done)
         if self._pin is not None:
-            self._pin_memory(memory, self._pin)
+            try:
+                memory.pin(self._pin)
+            except StoreError:
+                memory.unpin()
+                raise
         if self._copy_in is not None:
             self._begin(memory)
         with self._swap:
             unused = self._next if self._next is not self._memory else None
             self._next = memory
         if unused is not None:
-            unused.session.close()
+            self._release(unused)
+
+    def _release(self, memory: _Memory) -> None:
+        """Nothing uses a session's memory any more, once its thread has ended."""
+        memory.session.end()
+        if memory.receiver is not None:
+            memory.receiver.join(self._deadline_s)
+            if memory.receiver.is_alive():
+                return  # it has the memory
+        memory.unpin()
+        memory.session.close()
 
     def pin_with(self, pin: PinMemory) -> None:
         """Register the memory of this session and of each later one by ``pin``.
@@ -321,12 +379,7 @@ class RemoteStore:
         """
         self._pin = pin
         if self._memory is not None:
-            self._pin_memory(self._memory, pin)
-
-    def _pin_memory(self, memory: _Memory, pin: PinMemory) -> None:
-        pin(memory.region.frames.start, memory.region.nbytes, writable=True)
-        if memory.arena is not None:
-            pin(int(memory.arena.ctypes.data), memory.arena.nbytes, writable=False)
+            self._memory.pin(pin)
 
     def _begin(self, memory: _Memory) -> None:
         name = "ssdkv-node-bytes"
@@ -347,7 +400,7 @@ class RemoteStore:
         if newest.receiver is None and self._copy_in is not None:
             self._begin(newest)
         if memory is not None:
-            memory.session.close()
+            self._release(memory)
 
     @property
     def region(self) -> MappedFrames:
@@ -392,10 +445,12 @@ class RemoteStore:
             return
         keys = [key for key, held in zip(keys, here.tolist(), strict=True) if held]
         places = np.array([self._held.pop(slot) for slot in slots.tolist()], dtype=np.int32)
-        number, saving = next(self._numbers), _Saving(slots, epochs, places, time.monotonic())
+        number, saving = next(self._numbers), _Saving(slots, epochs, places)
         with memory.lock:
             over = memory.over
             if not over:
+                if not memory.saves:
+                    memory.saves_moved = time.monotonic()
                 memory.saves[number] = saving
                 memory.unwritten.update(zip(slots.tolist(), epochs.tolist(), strict=True))
         if over:
@@ -456,7 +511,9 @@ class RemoteStore:
             with memory.lock:
                 over = memory.over
                 if not over:
-                    memory.loads[number] = _Loading(job, time.monotonic(), missing)
+                    if not memory.loads:
+                        memory.loads_moved = time.monotonic()
+                    memory.loads[number] = _Loading(job, missing)
         if memory is None or over:
             self._ended(_failure(job))
             return
@@ -490,13 +547,12 @@ class RemoteStore:
         return outcomes
 
     def end_if_still(self) -> None:
-        """End a session in which a load or a save has stood still for the deadline."""
+        """End a session whose node does nothing for the deadline of its drives, and a call's."""
         memory = self._memory
-        since = time.monotonic() - self._deadline_s
+        still_s = self._deadline_s + CALL_S
+        since = time.monotonic() - still_s
         if memory is not None and memory.usable and memory.stood_still(since):
-            logger.error(
-                "ssdkv: the node %s did nothing for %g s", self.link.peer.address, self._deadline_s
-            )
+            logger.error("ssdkv: the node %s did nothing for %g s", self.link.peer.address, still_s)
             self._counters.add("node_call_failures", 1)
             memory.session.end()
 
@@ -566,6 +622,7 @@ class RemoteStore:
     def _taken(self, memory: _Memory, number: int, lost: I64) -> None:
         with memory.lock:
             saving = memory.saves.pop(number, None)
+            memory.saves_moved = time.monotonic()
         if saving is None or (len(lost) and not 0 <= lost.min() <= lost.max() < len(saving.slots)):
             raise ProtocolError("save", f"an answer to save {number}, which was not asked for")
         memory.freed.put(saving.places)
@@ -608,9 +665,11 @@ class RemoteStore:
         self.load_frames.show(source, offsets, frame_bytes)
         begun = time.monotonic()
         self._copy(loading, blocks)
-        loading.moved = time.monotonic()
+        memory.loads_moved = time.monotonic()
+        if not frame.payload_bytes and not memory.lends:
+            loading.failed = True  # the node may have filled the frames anew before the copy
         if arrived.ended is not None:
-            self._conclude(memory, frame.call_id, arrived.ended, dram_s=loading.moved - begun)
+            self._conclude(memory, frame.call_id, arrived.ended, dram_s=memory.loads_moved - begun)
             # Who waits for the load gets the interpreter before the node is woken: 4 % of the time
             # of a hit of 8 MiB on two busy cores, measured.
             time.sleep(0)
@@ -655,10 +714,14 @@ class RemoteStore:
     ) -> None:
         """Pass the end of a load on. ``dram_s``: seconds of a copy that the node did not wait for.
         ``last``: frame of the last slot."""
+        job = self._loading(memory, number).job
+        told = zip(unpack(ended.slots).tolist(), unpack(ended.epochs).tolist(), strict=True)
+        bad = list(told)
+        if not set(zip(job.slots.tolist(), job.epochs.tolist(), strict=True)).issuperset(bad):
+            raise ProtocolError("load", "blocks are called wrong that were not asked for")
         with memory.lock:
             loading = memory.loads.pop(number)
-        job = loading.job
-        bad = zip(unpack(ended.slots).tolist(), unpack(ended.epochs).tolist(), strict=True)
+            memory.loads_moved = time.monotonic()
         if not ended.complete or loading.failed or loading.missing:
             outcome = _failure(job)
             outcome.bad.extend(bad)
@@ -669,7 +732,7 @@ class RemoteStore:
             LoadOutcome(
                 job.request_id,
                 True,
-                list(bad),
+                bad,
                 ended.tokens_from_dram,
                 ended.tokens_from_ssd,
                 ended.hit_tokens_from_dram,
@@ -695,10 +758,7 @@ class RemoteStore:
             time.sleep(0.005)
         self.link.close()
         if memory is not None:
-            if memory.receiver is not None:
-                memory.receiver.join(self._deadline_s)
-            if memory.receiver is None or not memory.receiver.is_alive():
-                memory.session.close()
+            self._release(memory)
 
 
 def _failure(job: LoadJob) -> LoadOutcome:

@@ -146,6 +146,11 @@ class Session:
         """Check whether the session is over."""
         return self._ended
 
+    @property
+    def busy(self) -> bool:
+        """Check whether a call is under way."""
+        return self._lock.locked()
+
     def call(self, message: Message, answer: type[Answer], timeout: float = CALL_S) -> Answer:
         """Call the node and wait for its answer; anything but an answer ends the session.
 

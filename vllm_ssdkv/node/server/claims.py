@@ -26,7 +26,7 @@ class Claim:
     epoch: int
     key: bytes
     run: str
-    saving: int = 0
+    saving: set[int] = field(default_factory=set)
     kept: set[int] = field(default_factory=set)
     written: set[int] = field(default_factory=set)
     published: bool = False

@@ -22,6 +22,10 @@ from vllm_ssdkv.store.read.load_job import LoadJob
 MOST: Final = 64
 """Loads of a session at a time; others go through the loader, which has one at a time."""
 
+MOST_BLOCKS: Final = 4096
+"""Blocks of these loads together. Their messages fit into a socket, so that the thread which
+receives never waits for a worker that waits for it."""
+
 
 @dataclass(slots=True)
 class _Begun:
@@ -29,7 +33,6 @@ class _Begun:
 
     job: LoadJob
     frames: NDArray[np.int32]
-    since: float
 
 
 class DramLoads:
@@ -47,14 +50,18 @@ class DramLoads:
         self._host, self._block_tokens = host, block_tokens
         self._lock = threading.Lock()
         self._begun: dict[int, _Begun] = {}
-        """By call, the oldest first. The lock guards it."""
+        """By call. The lock guards it and what follows."""
+        self._blocks = 0
+        self._moved = 0.0
+        """When a load was copied last, or the first of those under way began."""
 
     def begin(self, call_id: int, job: LoadJob) -> NDArray[np.int32] | None:
         """Frames of all slots of a load, [n], which stay as they are until :meth:`end`.
 
         None: not all have one, or too many are borrowed already. The job is then the loader's.
         """
-        if len(self._begun) >= MOST or call_id in self._begun:
+        blocks = self._blocks + len(job.slots)
+        if len(self._begun) >= MOST or call_id in self._begun or blocks > MOST_BLOCKS:
             return None
         if not self._host.lent.take(len(job.slots)):
             return None
@@ -63,7 +70,10 @@ class DramLoads:
             self._give_back(frames)
             return None
         with self._lock:
-            self._begun[call_id] = _Begun(job, frames, time.monotonic())
+            if not self._begun:
+                self._moved = time.monotonic()
+            self._begun[call_id] = _Begun(job, frames)
+            self._blocks = blocks
         return frames
 
     def ended(self, job: LoadJob) -> LoadEnded:
@@ -77,16 +87,17 @@ class DramLoads:
         """The worker has copied everything; None: no such load has begun."""
         with self._lock:
             begun = self._begun.pop(call_id, None)
+            self._moved = time.monotonic()
+            self._blocks -= 0 if begun is None else len(begun.job.slots)
         if begun is None:
             return None
         self._give_back(begun.frames)
         return begun.job
 
     def stood_still(self, seconds: float) -> bool:
-        """Check whether a load has not been copied for so long."""
+        """Check whether loads are to be copied, and none was for so long."""
         with self._lock:
-            oldest = next(iter(self._begun.values()), None)
-        return oldest is not None and time.monotonic() - oldest.since > seconds
+            return bool(self._begun) and time.monotonic() - self._moved > seconds
 
     def close(self) -> list[LoadJob]:
         """Give everything back; the loads that had begun."""

@@ -130,6 +130,11 @@ class HostedStore:
         """A rank of a run says what it computes with."""
         with self._lock:
             told = self._weights.setdefault(run, [b""] * self.spec.ranks)
+            if told[rank] not in (b"", digest):
+                raise NodeRefusedError(
+                    f"rank {rank} of {run} has told of other weights: two engines have one "
+                    "engine_id; give each its own"
+                )
             told[rank] = digest
             self._told_weights.notify_all()
 
@@ -424,11 +429,11 @@ class HostedStore:
                     and (claim.run, claim.key) == (run, key)
                     and not claim.given_up
                     and rank not in claim.kept
-                    and claim not in found
+                    and rank not in claim.saving
                 )
                 found.append(claim if fits else None)
                 if fits and claim is not None:
-                    claim.saving += 1
+                    claim.saving.add(rank)
         return found
 
     def _end_save(
@@ -441,7 +446,7 @@ class HostedStore:
             for i, claim in enumerate(claims):
                 if claim is None:
                     continue
-                claim.saving -= 1
+                claim.saving.discard(host.rank)
                 if i not in taken:
                     host.store.abandon(_slots([(claim.slot, claim.epoch)]))
                 elif not claim.given_up:
@@ -480,10 +485,13 @@ class HostedStore:
                 if good.all():
                     self._index.pin(found)
                     return found[:0]
-            wrong = np.ones(len(slots), dtype=np.bool_)
-            wrong[: len(found)] = found != slots[: len(found)]
-            wrong[~wrong] = self._index.epochs(slots[~wrong]) != epochs[~wrong]
-            return np.flatnonzero(wrong)
+            # Each by itself: what lies behind a block that is gone may be right.
+            held = [self._index.find(key) for key in keys]
+            right = [
+                slot is not None and slot == wanted and self._index.epoch(slot) == epoch
+                for slot, wanted, epoch in zip(held, slots.tolist(), epochs.tolist(), strict=True)
+            ]
+            return np.flatnonzero(~np.array(right, dtype=np.bool_))
 
     def end_load(self, slots: I64, bad: Sequence[tuple[int, int]]) -> None:
         """A load is over; ``bad`` are slots whose bytes are wrong or cannot be read."""

@@ -329,6 +329,8 @@ class WorkerLink:
     def _load_ended(self, outcome: LoadOutcome) -> None:
         """Tell the end of the first load. In the loader's thread."""
         with self._wake:
+            if not self._loads:
+                return  # the link was closed while a device did not answer
             call_id, job = self._loads.popleft()
             self._part = self._copied = 0
             over = self._over
