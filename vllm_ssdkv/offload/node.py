@@ -8,6 +8,7 @@ there is one, and attended to here. From the next step on the node that has the 
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -29,6 +30,7 @@ from vllm_ssdkv.kernels.paged import select_page_kernels
 from vllm_ssdkv.kernels.step_clock import ATTEND, MERGE, WAIT, StepClock
 from vllm_ssdkv.node.client.attention import AttentionWire
 from vllm_ssdkv.node.client.node_drives import NodeDrives
+from vllm_ssdkv.node.client.volume_link import VolumeLink
 from vllm_ssdkv.node.protocol.messages import MAX_STATES, Attend, AttendShape, pack, unpack
 from vllm_ssdkv.offload.node_blocks import HERE, NodeBlocks, NodePart, RowBlocks, failing
 from vllm_ssdkv.offload.protocol import ContextWork
@@ -58,49 +60,64 @@ _PAUSE_S: Final = 0.5
 class NodeWires:
     """Connections for attention to all nodes, opened again in a thread of its own.
 
+    Whoever attends may be within a wire: only that thread gives its socket back. Others end it.
+
     Example:
-        wires = NodeWires(drives, shape)
+        wires = NodeWires(drives.links, shape, counters)
         wires.current()
     """
 
-    def __init__(self, drives: NodeDrives, shape: AttendShape):
+    def __init__(self, links: Sequence[VolumeLink], shape: AttendShape, counters: Counters):
         """Open those that can be, and keep them open.
 
         Raises:
             NodeError: a node is there, and refuses.
         """
-        self._links, self._shape = drives.links, shape
-        self._wires: list[AttentionWire | None] = [None] * len(drives.links)
+        self._links, self._shape, self._counters = links, shape, counters
+        self._wires: list[AttentionWire | None] = [None] * len(links)
+        self._ended: list[AttentionWire] = []
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = threading.Event()
         for node in range(len(self._links)):
             self._open(node)
-        for link in self._links:
-            link.on_change.append(self._changed)
+        for node, link in enumerate(self._links):
+            link.on_change.append(functools.partial(self._changed, node))
         self._thread = threading.Thread(target=self._run, name="ssdkv-attend", daemon=True)
         self._thread.start()
 
     def current(self) -> list[AttentionWire | None]:
         """A wire to each node; None where there is none now. For the thread that attends."""
         with self._lock:
-            return list(self._wires)
+            ended, self._ended = self._ended, []
+            found = list(self._wires)
+        for wire in ended:
+            wire.close()
+        return found
 
     def fail(self, node: int, wire: AttentionWire | None) -> None:
-        """A node did not answer as it should: its connection ends."""
+        """A node did not answer as it should: its connection ends. For the same thread."""
         with self._lock:
-            if wire is not None and self._wires[node] is wire:
+            if self._wires[node] is wire:
                 self._wires[node] = None
-                wire.close()
+        if wire is not None:
+            wire.close()
         self._wake.set()
 
-    def _changed(self, here: bool) -> None:
-        del here
+    def _changed(self, node: int, here: bool) -> None:
+        """The volumes of a node are to be had, or are gone. Any thread; does not block."""
+        with self._lock:
+            wire = self._wires[node]
+            if not here and wire is not None:
+                self._wires[node] = None
+                self._ended.append(wire)
+                wire.abort()  # whoever waits for an answer need not wait for the deadline
         self._wake.set()
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            missing = [node for node, wire in enumerate(self.current()) if wire is None]
+            with self._lock:
+                missing = [node for node, wire in enumerate(self._wires) if wire is None]
             self._wake.wait(_PAUSE_S if missing else None)
             self._wake.clear()
             for node in missing:
@@ -113,6 +130,12 @@ class NodeWires:
                         error,
                     )
                     self._stopping.wait(_PAUSE_S)
+                except Exception:  # whatever it is, nodes must be found again
+                    self._counters.add("thread_errors", 1, thread="node")
+                    logger.exception(
+                        "ssdkv: connecting to %s failed", self._links[node].peer.address
+                    )
+                    self._stopping.wait(_PAUSE_S)
 
     def _open(self, node: int) -> None:
         session = self._links[node].session
@@ -120,7 +143,8 @@ class NodeWires:
             return
         wire = AttentionWire.open(session, self._shape, _OPEN_S)
         with self._lock:
-            wanted = not self._stopping.is_set()
+            # A session that ends from here on finds the wire in its place.
+            wanted = not self._stopping.is_set() and self._links[node].session is session
             if wanted:
                 self._wires[node] = wire
         if not wanted:
@@ -130,7 +154,8 @@ class NodeWires:
         """End all connections. False: the thread still runs."""
         with self._lock:
             self._stopping.set()
-            wires, self._wires = self._wires, [None] * len(self._wires)
+            wires = [*self._wires, *self._ended]
+            self._wires, self._ended = [None] * len(self._wires), []
         self._wake.set()
         for wire in wires:
             if wire is not None:
@@ -147,15 +172,25 @@ class _Call:
         node: Its number.
         wire: To it.
         number: Of the call.
-        part: Blocks that it is about.
+        blocks: That the layer is about.
+        layer: Of the call.
         tokens: Query tokens of it; None: all.
+        deadline: Of its answer, of the monotonic clock. Calls of a layer go out together, so that
+            several nodes that hang cost a layer one deadline.
     """
 
     node: int
     wire: AttentionWire
     number: int
-    part: NodePart
+    blocks: RowBlocks
+    layer: int
     tokens: torch.Tensor | None
+    deadline: float
+
+    @property
+    def part(self) -> NodePart:
+        """Blocks that the node has pages of."""
+        return self.blocks.at[self.node]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -225,7 +260,7 @@ class NodeOffloader:
         self._store, self._layout, self._heads = store, layout, query_heads
         self._deadline_s, self._counters = deadline_s, counters
         self._links = drives.links
-        self._wires = NodeWires(drives, shape)
+        self._wires = NodeWires(drives.links, shape, counters)
         self._blocks = NodeBlocks(store.files, store.checksums, drives, slots)
         self._now = NodeCounts()
         for cause in ("error", "deadline"):
@@ -262,15 +297,17 @@ class NodeOffloader:
     def call(
         self,
         node: int,
-        part: NodePart,
+        blocks: RowBlocks,
         message: Attend,
         tokens: torch.Tensor | None,
     ) -> _Call | None:
-        """Call a node about these query ``tokens``, or all. None: it is out of reach."""
+        """Call a node about its part of ``blocks``, with these query ``tokens``, or all. None: it
+        is out of reach."""
         wire = self._wires.current()[node]
         if wire is None:
             return None
         gains = self._now.gains
+        deadline = time.monotonic() + self._deadline_s
         try:
             number = wire.send(message, self._deadline_s)
         except NodeError as error:
@@ -280,7 +317,7 @@ class NodeOffloader:
         gains[0] += 1
         gains[1] += len(message.query)
         gains[2] += len(message.selection) + len(message.masks)
-        return _Call(node, wire, number, part, tokens)
+        return _Call(node, wire, number, blocks, message.layer, tokens, deadline)
 
     def take(self, call: _Call, state: PartialState) -> _Missed | None:
         """Wait for an answer and fold it in. What was missed; None: all of it."""
@@ -288,10 +325,12 @@ class NodeOffloader:
         heads, size = self._heads, self._layout.head_size
         try:
             with failing(call.node):
-                answer = call.wire.receive(call.number, time.monotonic() + self._deadline_s)
+                answer = call.wire.receive(call.number, call.deadline)
                 found = np.frombuffer(answer.states, dtype="<f4").copy()
                 _check(found, tokens * heads * (size + 2))
                 slots, numbers = unpack(answer.slots), unpack(answer.pages)
+                pages = self._store.files.geometry.pages_per_layer
+                call.blocks.check_missed(call.node, call.layer * pages, pages, slots, numbers)
         except (NodeError, ValueError) as error:
             self._fail(call.node, call.wire, error)
             return None
@@ -319,9 +358,10 @@ class NodeOffloader:
         distinct = np.unique(slots)
         doubled = distinct[files.placement.doubled(distinct)]
         if len(doubled):
-            which = np.isin(slots, doubled)
-            devices = self._blocks.devices_of(slots[which], numbers[which])
-            files.mark_suspect(slots[which], devices)
+            devices = self._blocks.devices_of(slots, numbers, call.node)
+            # Of what an earlier answer of this layer has told already nobody knows the place.
+            which = np.isin(slots, doubled) & (devices >= 0)
+            files.mark_suspect(slots[which], devices[which].astype(np.uint16))
         self._blocks.reclaim(distinct)
         self._counters.add("offload_failures", cause="answer")
         logger.warning(
@@ -444,7 +484,7 @@ class NodeContext:
                 b"" if (counts == 1).all() else pack(counts),
                 following=self.following,
             )
-            call = offloader.call(node, part, message, index)
+            call = offloader.call(node, blocks, message, index)
             if call is not None:
                 self._calls.append(call)
         offloader.count_here(time.perf_counter() - began)
@@ -637,4 +677,4 @@ def _call_chosen(
         selection=np.packbits(bits >= 0).tobytes(),
         masks=masks,
     )
-    return rows.offloader.call(node, part, message, index)
+    return rows.offloader.call(node, blocks, message, index)

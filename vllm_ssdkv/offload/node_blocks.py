@@ -48,6 +48,31 @@ class RowBlocks:
     at: Mapping[int, NodePart]
     version: int
 
+    def check_missed(self, node: int, first: int, pages: int, slots: I64, numbers: I64) -> None:
+        """Check that pages that a node says it misses are such that it was asked for.
+
+        Args:
+            node: Its number; it has a part.
+            first, pages: Number of the layer's first page, and how many there are.
+            slots, numbers: Slot of each missed page, and number in it, int64.
+
+        Raises:
+            NodeError: they are of other blocks, layers or nodes, or one comes twice.
+        """
+        if len(slots) != len(numbers):
+            raise NodeError(f"the node misses {len(numbers)} pages of {len(slots)} slots")
+        if not len(slots):
+            return
+        which = self.at[node].which
+        known, place = np.unique(self.slots[which], return_index=True)
+        inside = (numbers >= first) & (numbers < first + pages)
+        if not (inside.all() and np.isin(slots, known).all()):
+            raise NodeError("the node misses pages of blocks or layers that it was not asked for")
+        at = which[place[np.searchsorted(known, slots)]]
+        twice = len(np.unique(slots * self.nodes.shape[1] + numbers)) < len(slots)
+        if twice or (self.nodes[at, numbers] != node).any():
+            raise NodeError("the node misses a page that is on another one, or one page twice")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NodePart:
@@ -119,9 +144,10 @@ class NodeBlocks:
             self._void.append(known)
             self.version += 1
 
-    def devices_of(self, slots: I64, numbers: I64) -> NDArray[np.uint16]:
-        """Device of the copy of each page, [n], that nodes were told."""
-        return self._device[self._row_of[slots], numbers].astype(np.uint16)
+    def devices_of(self, slots: I64, numbers: I64, node: int) -> I64:
+        """Device of the copy of each page, [n], that ``node`` was told; -1: none any more."""
+        device = self._device[self._row_of[slots], numbers].astype(np.int64)
+        return np.where((device >= 0) & (self._node_of[device] == node), device, HERE)
 
     def locate(
         self,

@@ -34,7 +34,8 @@ _TOLD_BYTES: Final = 4 << 20
 class AttentionWire:
     """One connection for attention. One thread at a time; any thread may call :meth:`abort`.
 
-    Answers come in the order of the calls, and may be taken in another one.
+    Answers come in the order of the calls, and may be taken in another one. A node reads nothing
+    while it sends: what comes for calls that went before is received first, whatever is sent.
 
     Example:
         wire = AttentionWire.open(session, shape, timeout=3.0)
@@ -45,7 +46,7 @@ class AttentionWire:
     def __init__(self, channel: Channel, shape: AttendShape):
         """``channel``: after the hellos; it is closed with this."""
         self._channel, self._shape = channel, shape
-        self._number = 0
+        self._number = self._came = 0
         self._waiting: dict[int, Attended] = {}
         self._over = False
 
@@ -81,6 +82,7 @@ class AttentionWire:
         Raises:
             NodeError: the connection is over.
         """
+        self._take_answers(timeout)
         most = max(1, min(MAX_ENTRIES, _TOLD_BYTES // (8 * max(1, places.shape[1]))))
         for first in range(0, len(slots), most):
             part = slice(first, first + most)
@@ -97,6 +99,7 @@ class AttentionWire:
         Raises:
             NodeError: the connection is over.
         """
+        self._take_answers(timeout)
         for first in range(0, max(1, len(slots)), MAX_ENTRIES):
             part = slots[first : first + MAX_ENTRIES]
             self._channel.send(TellRow(row, keep + first, pack(part)), timeout=timeout)
@@ -107,6 +110,7 @@ class AttentionWire:
         Raises:
             NodeError: the connection is over.
         """
+        self._take_answers(timeout)
         for first in range(0, max(1, len(slots)), MAX_ENTRIES):
             part = slots[first : first + MAX_ENTRIES]
             self._channel.send(Forget(pack(part), pack(rows if not first else [])), timeout=timeout)
@@ -117,6 +121,7 @@ class AttentionWire:
         Raises:
             NodeError: the connection is over.
         """
+        self._take_answers(timeout)
         self._number += 1
         self._channel.send(message, call_id=self._number, timeout=timeout)
         return self._number
@@ -131,15 +136,26 @@ class AttentionWire:
         Raises:
             NodeError: it did not come in time, or the connection is over.
         """
+        if call not in self._waiting and not self._came < call <= self._number:
+            raise ValueError(f"the answer to call {call} was taken, or nobody has called")
         while call not in self._waiting:
-            frame = self._channel.receive(max(0.001, deadline - time.monotonic()))
-            message = frame.message
-            if not isinstance(message, Attended) or not frame.is_answer or frame.payload_bytes:
-                raise ProtocolError(
-                    "answer", f"{self._channel.peer}: {frame.error or 'not an answer'}"
-                )
-            self._waiting[frame.call_id] = message
+            self._take_answer(deadline)
         return self._waiting.pop(call)
+
+    def _take_answers(self, timeout: float) -> None:
+        """Have the answers to all calls here, so that the node is ready to receive."""
+        deadline = time.monotonic() + timeout
+        while self._came < self._number:
+            self._take_answer(deadline)
+
+    def _take_answer(self, deadline: float) -> None:
+        frame = self._channel.receive(max(0.001, deadline - time.monotonic()))
+        message, next_call = frame.message, self._came + 1
+        is_ours = frame.is_answer and frame.call_id == next_call and not frame.payload_bytes
+        if not isinstance(message, Attended) or not is_ours:
+            raise ProtocolError("answer", f"{self._channel.peer}: {frame.error or 'not an answer'}")
+        self._waiting[next_call] = message
+        self._came = next_call
 
     def abort(self) -> None:
         """End it; who waits in it gets a NodeGoneError."""
