@@ -50,6 +50,11 @@ def lock_file(fd: int, path: Path, what: str, deadline: float) -> None:
         return
 
 
+def unlock_file(fd: int) -> None:
+    """Give the lock of ``fd`` back, whatever duplicates of it there are."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+
+
 def require_unlocked(files: Iterable[Path], deadline: float) -> None:
     """Wait until no other process holds the lock of any of these files, or :func:`lock_file`'s
     errors.

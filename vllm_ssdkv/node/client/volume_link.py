@@ -57,7 +57,7 @@ class VolumeLink:
     Attributes:
         peer: The node.
         on_change: Called with True when volumes are to be had, and with False when the node is
-            gone, by threads of the link; they must not block.
+            gone, by threads of the link; they must not block, and not call the link.
 
     Example:
         link = VolumeLink(peer, counters, "Qwen/Qwen3-8B", deadline_s=10.0)
@@ -170,7 +170,9 @@ class VolumeLink:
         channel, memory, names = session.bytes, self._memory, self._names
         if channel is None or memory is None or names is None:
             raise NodeGoneError("a volume session has no connection for bytes")
-        opened = session.call(OpenVolumes(names, self._nbytes, self._model), VolumesOpened, OPEN_S)
+        opened = session.call(
+            OpenVolumes(names, self._nbytes, self._model, self._deadline_s), VolumesOpened, OPEN_S
+        )
         wire = VolumeWire(
             session,
             channel,
@@ -184,24 +186,27 @@ class VolumeLink:
             if self._closed:
                 raise NodeGoneError("the engine ends")
             self._wire = wire
-        wire.start()
-        for tell in self.on_change:
-            tell(True)
+            # Under the lock: the end of one session and the begin of the next are told in order,
+            # and whoever closes finds threads that have started.
+            wire.start()
+            for tell in self.on_change:
+                tell(True)
 
     def _over(self, wire: VolumeWire) -> None:
-        if wire is not self._wire:
-            return
-        if not self._closed:
-            logger.error("ssdkv: the node %s is gone", self.peer.address)
-        for tell in self.on_change:
-            tell(False)
+        with self._lock:
+            if wire is not self._wire:
+                return
+            if not self._closed:
+                logger.error("ssdkv: the node %s is gone", self.peer.address)
+            for tell in self.on_change:
+                tell(False)
 
     def close(self, timeout_s: float) -> bool:
         """End the session; False when its threads did not end in time."""
         with self._lock:
             self._closed = True
+            wire = self._wire
         self._link.close()
-        wire = self._wire
         if wire is None:
             return True
         wire.end()

@@ -565,11 +565,13 @@ class OpenVolumes(Message, frozen=True):
         names: Of the volume on each drive of the node.
         nbytes: Bytes of each.
         model: Name of the engine's model.
+        deadline_s: After which the engine ends a session that has not answered.
     """
 
     names: Annotated[list[VolumeName | None], Meta(max_length=MAX_DRIVES)]
     nbytes: Annotated[list[Count], Meta(max_length=MAX_DRIVES)]
     model: Name
+    deadline_s: Seconds
 
 
 class VolumesOpened(Message, frozen=True):

@@ -493,7 +493,7 @@ class AttentionLink:
                 self._volumes,
                 nbytes=config.attend_bytes(),
                 threads=config.attend_threads or max(1, (os.cpu_count() or 1) // 2),
-                deadline_s=config.io.deadline,
+                deadline_s=self._volumes.deadline_s,
             )
         except ProtocolError:
             raise

@@ -166,7 +166,7 @@ class NodePages:
         Raises:
             StoreError: there is not so much memory, or no I/O engine.
         """
-        self._geometry, self._told, self._paths = geometry, told, volumes.paths
+        self._geometry, self._told, self._volumes = geometry, told, volumes
         self._deadline_s = deadline_s
         places = max(8, nbytes // geometry.page_bytes)
         self._arena = Arena(places * geometry.page_bytes)
@@ -249,7 +249,7 @@ class NodePages:
             logger.error(
                 "ssdkv node: drive %s has not answered for %g s: contexts are not attended to "
                 "there until the engine connects again",
-                self._paths[drive],
+                self._volumes.paths[drive],
                 self._deadline_s,
             )
 
@@ -268,4 +268,6 @@ class NodePages:
         ended = self._engine.close(self._deadline_s)
         if ended:
             self._arena.close()
+        else:
+            self._volumes.hang(np.flatnonzero(self._hangs).tolist())
         return ended

@@ -37,7 +37,7 @@ from vllm_ssdkv.node.server.volumes import VolumeShelf
 logger = logging.getLogger(__name__)
 
 _MORE_CONNECTIONS = 32
-"""Connections beyond two for each session: those that have not said hello yet."""
+"""Connections beyond three for each session (calls, bytes, attention): without a hello yet."""
 
 
 class Node:
@@ -123,7 +123,7 @@ class Node:
                 self._threads.discard(threading.current_thread())
 
     def _accept(self, listener: Listener) -> None:
-        most = 2 * self.config.most_sessions + _MORE_CONNECTIONS
+        most = 3 * self.config.most_sessions + _MORE_CONNECTIONS
         while (channel := listener.accept()) is not None:
             with self._threads_lock:
                 full = len(self._threads) >= most

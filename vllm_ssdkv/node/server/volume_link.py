@@ -57,6 +57,7 @@ class _Job:
         lengths: Of the stretches, [n].
         write: Direction.
         batch: None: the drive is out of use.
+        until: When it fails, of the monotonic clock.
     """
 
     call_id: int
@@ -65,6 +66,7 @@ class _Job:
     lengths: I64
     write: bool
     batch: Batch | None
+    until: float
 
 
 class _Lane:
@@ -80,7 +82,8 @@ class _Lane:
         self._head = self._tail = self._used = 0
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self.dead = False
+        self._overdue: list[Batch] = []
+        self.dead = link.volumes.is_dead(drive)
         self._thread = threading.Thread(target=self._run, name=f"ssdkv-volume-{drive}", daemon=True)
         self._thread.start()
 
@@ -119,6 +122,13 @@ class _Lane:
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
 
+    @property
+    def hangs(self) -> bool:
+        """Whether I/O of the drive has not ended. After :meth:`join`."""
+        if self._thread.is_alive():
+            return True
+        return any(not batch.done() for batch in self._overdue)
+
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
@@ -152,14 +162,18 @@ class _Lane:
     def _results(self, job: _Job) -> I64:
         if job.batch is None:
             return np.full(len(job.lengths), -errno.EIO, dtype=np.int64)
-        if not job.batch.wait(self._link.deadline_s):
+        left_s = 0.0 if self.dead else max(0.0, job.until - time.monotonic())
+        if not job.batch.wait(left_s):
+            self._overdue.append(job.batch)
             # Its memory may still be written to: nothing more is asked of this drive.
+            if not self.dead:
+                logger.error(
+                    "ssdkv node: drive %s does not answer within %g s: it fails until its session "
+                    "ends",
+                    self._link.volumes.paths[self.drive],
+                    self._link.deadline_s,
+                )
             self.dead = True
-            logger.error(
-                "ssdkv node: drive %s does not answer within %g s: it fails until its session ends",
-                self._link.volumes.paths[self.drive],
-                self._link.deadline_s,
-            )
         results = job.batch.results().astype(np.int64)
         results[results == PENDING] = -errno.EIO
         return results
@@ -184,7 +198,7 @@ class VolumeLink:
             config: Options of the node.
             counters: Of the node.
         """
-        self.volumes, self.deadline_s = volumes, config.io.deadline
+        self.volumes, self.deadline_s = volumes, volumes.deadline_s
         self._channel, self._counters, self._lease_s = channel, counters, config.lease
         window = window_of(config)
         drives = len(config.devices)
@@ -223,7 +237,8 @@ class VolumeLink:
             batch = self._submit(message, offsets, lengths, begin)
         direction = "saved" if message.write else "loaded"
         self._counters.add("node_bytes", nbytes, direction=direction)
-        lane.put(_Job(frame.call_id, begin, nbytes, lengths, message.write, batch))
+        until = time.monotonic() + self.deadline_s
+        lane.put(_Job(frame.call_id, begin, nbytes, lengths, message.write, batch, until))
 
     def _check(self, frame: Frame, message: MoveBytes, offsets: I64, lengths: I64) -> int:
         """Check a frame; the bytes that it is about.
@@ -279,8 +294,8 @@ class VolumeLink:
         self._channel.abort()
 
     def close(self) -> None:
-        """End threads and engine. Blocks until I/O has ended, or its deadline: the volumes are not
-        given to another session before."""
+        """End threads and engine. Blocks until I/O has ended, or its deadline: no volume is given
+        to another session before, and one whose I/O has not ended then not even after."""
         self._channel.abort()
         for lane in self._lanes:
             lane.put(None)
@@ -288,6 +303,8 @@ class VolumeLink:
         ended = self._engine.close(self.deadline_s)
         for lane in self._lanes:
             lane.join(max(1.0, end - time.monotonic()))
+        if not ended:
+            self.volumes.hang([lane.drive for lane in self._lanes if lane.hangs])
         self.memory = np.zeros(0, dtype=np.uint8)
         if ended:
             self._arena.close()

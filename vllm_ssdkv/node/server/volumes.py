@@ -8,14 +8,15 @@ the engine knows: the node moves bytes, and attends to them where it is told to.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 from uuid import UUID, uuid4
@@ -23,7 +24,8 @@ from uuid import UUID, uuid4
 import msgspec
 
 from vllm_ssdkv.base.durable_file import create_temporary, sync_directory, write_all
-from vllm_ssdkv.base.errors import ConfigError, DeviceError, StoreError
+from vllm_ssdkv.base.errors import ConfigError, DeviceError, StoreError, StoreLockedError
+from vllm_ssdkv.base.file_lock import unlock_file
 from vllm_ssdkv.base.host import default_capacity
 from vllm_ssdkv.base.sizes import format_size
 from vllm_ssdkv.config.engine import MIN_CAPACITY, DeviceConfig
@@ -57,18 +59,26 @@ class VolumeSet:
     """Volumes of one rank of one engine, open and locked: one on each drive of the node.
 
     Attributes:
-        devices: The file on each drive; None where a drive has no volume of this set.
+        devices: The file on each drive; None where a drive has no volume of this set, or where I/O
+            of a session before has not ended.
+        sizes: Bytes of each; 0 where a drive has no volume of this set.
         paths: Paths of the drives, for messages.
         config: Options of the node.
+        deadline_s: Of I/O: the engine still waits for a while when it is over.
+        closed: Called at the end with the drives whose I/O has not ended.
 
     Example:
-        volumes = shelf.open([name], [1 << 30], "Qwen/Qwen3-8B")
+        volumes = shelf.open([name], [1 << 30], "Qwen/Qwen3-8B", deadline_s=10.0)
         engine = volumes.open_engine(Arena(1 << 26))
     """
 
     devices: tuple[OpenDevice | None, ...]
+    sizes: tuple[int, ...]
     paths: tuple[str, ...]
     config: NodeConfig
+    deadline_s: float
+    closed: Callable[[Collection[int]], None]
+    _hanging: set[int] = field(default_factory=set)
 
     @property
     def fds(self) -> list[int]:
@@ -77,8 +87,15 @@ class VolumeSet:
 
     def nbytes(self, drive: int) -> int:
         """Bytes of a drive's volume; 0 where there is none."""
-        device = self.devices[drive]
-        return 0 if device is None else device.nbytes
+        return self.sizes[drive]
+
+    def is_dead(self, drive: int) -> bool:
+        """Check whether a drive has a volume of this set that is not to be had."""
+        return self.devices[drive] is None and self.sizes[drive] > 0
+
+    def hang(self, drives: Collection[int]) -> None:
+        """I/O of these drives does not end: their locks stay. Any thread, before :meth:`close`."""
+        self._hanging.update(drives)
 
     def open_engine(self, arena: Arena) -> IoEngine:
         """An I/O engine over all drives, as the node's options have it; drives without a volume
@@ -95,12 +112,17 @@ class VolumeSet:
             os.close(null)
 
     def close(self) -> None:
-        """Close the files, and give back their locks. Engines over them must have ended."""
-        for device in self.devices:
-            if device is not None:
+        """Close the files, and give back their locks, but for those of drives that hang. Engines
+        over the others must have ended, or have no I/O of theirs."""
+        self.closed(self._hanging)
+        for drive, device in enumerate(self.devices):
+            if device is None:
+                continue
+            if drive not in self._hanging:
                 with contextlib.suppress(OSError):
                     os.utime(device.path)
-                device.close()
+                unlock_file(device.fd)  # an engine that does not end has a duplicate
+            device.close()
 
 
 class VolumeShelf:
@@ -115,7 +137,8 @@ class VolumeShelf:
         """``config``: options of the node."""
         self._config = config
         self._lock = threading.Lock()
-        self._open: set[UUID] = set()
+        self._hanging: set[UUID] = set()
+        """Volumes that were closed while their I/O had not ended; it holds their locks."""
 
     def check(self) -> None:
         """Check that this node takes volumes.
@@ -179,13 +202,23 @@ class VolumeShelf:
                     "and engines take the drive for a new one"
                 ) from error
 
-    def open(self, names: Sequence[bytes | None], nbytes: Sequence[int], model: str) -> VolumeSet:
+    def open(
+        self,
+        names: Sequence[bytes | None],
+        nbytes: Sequence[int],
+        model: str,
+        deadline_s: float,
+    ) -> VolumeSet:
         """Open the volumes of a rank, and make those that are not there.
+
+        A volume that I/O of a session before still has is left out: its drive hangs, the others
+        are to be had.
 
         Args:
             names: UUID of the volume on each drive; None: there is none.
             nbytes: Size of each.
             model: Name of the engine's model.
+            deadline_s: Of the engine's requests.
 
         Raises:
             ConfigError: the node takes no volumes, or a drive has not the room.
@@ -199,19 +232,53 @@ class VolumeShelf:
         opened: list[OpenDevice | None] = []
         with ExitStack() as stack:
             for number, (name, size) in enumerate(zip(names, nbytes, strict=True)):
-                if name is None:
-                    opened.append(None)
-                    continue
-                device = self._open_one(number, UUID(bytes=name), size, model)
-                stack.callback(device.close)
+                device = None
+                if name is not None:
+                    device = self._open_unless_hanging(number, UUID(bytes=name), size, model)
+                if device is not None:
+                    stack.callback(device.close)
                 opened.append(device)
             found = VolumeSet(
                 tuple(opened),
+                tuple(
+                    0 if name is None else round_up(size, PAGE_ALIGN)
+                    for name, size in zip(names, nbytes, strict=True)
+                ),
                 tuple(device.path for device in drives),
                 self._config,
+                # The engine hears of a drive that hangs before it gives up the session.
+                min(self._config.io.deadline, deadline_s / 2),
+                functools.partial(self._closed, names),
             )
             stack.pop_all()
         return found
+
+    def _closed(self, names: Sequence[bytes | None], hanging: Collection[int]) -> None:
+        """A set of these volumes is closed, and the I/O of some drives goes on."""
+        with self._lock:
+            for drive in hanging:
+                if (name := names[drive]) is not None:
+                    self._hanging.add(UUID(bytes=name))
+
+    def _open_unless_hanging(
+        self, number: int, name: UUID, nbytes: int, model: str
+    ) -> OpenDevice | None:
+        """Open a volume; None: I/O that does not end holds its lock."""
+        try:
+            device = self._open_one(number, name, nbytes, model)
+        except StoreLockedError:
+            with self._lock:
+                if name not in self._hanging:
+                    raise
+            logger.error(  # noqa: TRY400 - a drive that hangs, no defect
+                "ssdkv node: drive %s has not ended what a session before asked for: it fails in "
+                "this session, too",
+                self._config.devices[number].path,
+            )
+            return None
+        with self._lock:
+            self._hanging.discard(name)
+        return device
 
     def _open_one(self, number: int, name: UUID, nbytes: int, model: str) -> OpenDevice:
         directory = self._directory(number) / str(name)
@@ -229,15 +296,18 @@ class VolumeShelf:
                     direct=self._config.io.direct,
                     lock_timeout_s=0.0 if new else _LOCK_S,
                 )
+                if new:
+                    try:
+                        _write(directory / _ABOUT, msgspec.json.encode(_About(model)))
+                    except BaseException:
+                        device.close()
+                        raise
             except BaseException:
                 if new:
                     shutil.rmtree(directory, ignore_errors=True)
                 raise
-            if new:
-                _write(directory / _ABOUT, msgspec.json.encode(_About(model)))
-                logger.info(
-                    "ssdkv node: volume %s of %s, %s, is made", name, model, format_size(size)
-                )
+        if new:
+            logger.info("ssdkv node: volume %s of %s, %s, is made", name, model, format_size(size))
         return device
 
     def _check_room(self, number: int, name: UUID, nbytes: int) -> None:
