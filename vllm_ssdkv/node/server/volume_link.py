@@ -124,7 +124,7 @@ class _Lane:
 
     @property
     def hangs(self) -> bool:
-        """Whether I/O of the drive has not ended. After :meth:`join`."""
+        """Check whether I/O of the drive has not ended, after :meth:`join`."""
         if self._thread.is_alive():
             return True
         return any(not batch.done() for batch in self._overdue)
