@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -25,11 +25,9 @@ from vllm_ssdkv.config.request import RequestOptions
 from vllm_ssdkv.connector.identity.loaded_model import LoadedModel
 from vllm_ssdkv.connector.kv_layout import KVLayout, paged_geometry
 from vllm_ssdkv.connector.messages import ContextDelta, CopyToDram, Flush, Row, StepPlan
-from vllm_ssdkv.connector.node_startup import volume_peers
 from vllm_ssdkv.connector.worker.paged_attention import attend_layer, rows_of_step, store_new
 from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
-from vllm_ssdkv.node.client.node_drives import NodeDrives, find_drives, with_node_drives
 from vllm_ssdkv.profiling.decode_harness.attention import Attention, attention_by, timed
 from vllm_ssdkv.profiling.decode_harness.models import head_size, kv_heads
 from vllm_ssdkv.profiling.decode_harness.part_clock import AttentionTimer, PartClock
@@ -85,6 +83,10 @@ class _Request:
     slots: list[int] = field(default_factory=list)
 
 
+if TYPE_CHECKING:
+    from vllm_ssdkv.node.client.node_drives import NodeDrives
+
+
 def within_blocks(config: SSDKVConfig, block_tokens: int) -> SSDKVConfig:
     """Options with pages that are no longer than a block."""
     page_tokens = min(config.page_tokens, block_tokens)
@@ -95,10 +97,16 @@ def _on_nodes(
     config: SSDKVConfig, directory: Path
 ) -> tuple[SSDKVConfig, Callable[[Counters], NodeDrives]]:
     """Options whose devices are the drives of nodes, and what connects to these."""
+    # Not for those who name no nodes: it imports vLLM, which decoding does without.
+    from vllm_ssdkv.connector.node_startup import volume_peers
+    from vllm_ssdkv.node.client import node_drives
+
     peers = volume_peers(config, f"decoder {os.getpid()}", 0)
-    drives = find_drives(peers, "decoder", directory)
-    connect = functools.partial(NodeDrives, peers, drives, "decoder", deadline_s=config.io.deadline)
-    return with_node_drives(config, drives, peers), connect
+    drives = node_drives.find_drives(peers, "decoder", directory)
+    connect = functools.partial(
+        node_drives.NodeDrives, peers, drives, "decoder", deadline_s=config.io.deadline
+    )
+    return node_drives.with_node_drives(config, drives, peers), connect
 
 
 class PagedDecoder:

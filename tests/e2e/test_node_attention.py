@@ -25,7 +25,10 @@ def nodes(root: Path) -> Iterator[Sequence[NodeProcess]]:
         for number in range(4):
             place = root / f"attends{number}"
             place.mkdir()
-            node = NodeProcess(place, lease=LEASE_S, attend_threads=1)
+            drive = {"path": str(place / "ssd"), "capacity": "512MiB"}  # each engine has a volume
+            node = NodeProcess(
+                place, lease=LEASE_S, attend_threads=1, devices=[drive], store_share=0.19
+            )
             started.append(stack.enter_context(node))
         yield started
 

@@ -135,8 +135,11 @@ def test_a_pool_of_nodes(variables: dict[str, str], tmp_path: Path) -> None:
     """The second engine finds everything, with a node less."""
     text = run([str(EXAMPLES / "pool" / "run.sh"), str(tmp_path / "pool")], variables, tmp_path)
     found = [int(match.group(2)) for match in OUTPUT.finditer(text)]
-    # A first hit is verified: its last block is computed.
-    assert found == [0] * 4 + [FOUND - BLOCK] + [FOUND] * 3
+    assert found[:4] == [0] * 4
+    # First hits are verified, until one was found right: their last block is computed.
+    assert found[4] == FOUND - BLOCK
+    assert set(found[4:]) <= {FOUND - BLOCK, FOUND}
+    assert len(found) == 8
     assert re.search(r"^b\b.*stopped", text, re.MULTILINE)
 
 

@@ -115,12 +115,12 @@ def test_rates_of_a_node_are_differences_over_the_time_between() -> None:
     found = sample()
     assert (found.seconds, found.time, found.url) == (2.0, 1e9, URL)
     assert found.calls_per_s == {"Lookup": 200, "Pin": 10}
-    assert found.bytes_per_s == {"saved": 4e6, "loaded": float(1 << 30)}
+    assert found.bytes_per_s == {"saved": 4e6, "loaded": float(1 << 30), "attended": 0.0}
 
 
 def test_a_nodes_state_is_that_of_the_later_page() -> None:
     found = sample()
-    assert found.sessions == {"scheduler": 2, "worker": 3, "status": 0}
+    assert found.sessions == {"scheduler": 2, "worker": 3, "volume": 0, "status": 0}
     assert (found.pins, found.claims, found.pins_released) == (7, 5, 6)
     assert found.bytes_since_start["loaded"] == 3 << 30
     assert found.refusals == {"keys": 3}, "a node that ends refuses as well"

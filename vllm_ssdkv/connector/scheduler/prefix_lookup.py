@@ -57,7 +57,7 @@ class PrefixLookup:
             if len(self._index.lookup(beginning)):
                 return Wait(WaitReason.SEATS)
         keys = self._identities.keys.of(request, last)
-        if first < last and self._index.awaits(
+        if first < len(keys) and self._index.awaits(
             request.request_id, keys[first:], lambda: self._seconds(request, computed), keys[0]
         ):
             return Wait(WaitReason.ELSEWHERE)
