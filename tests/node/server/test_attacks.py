@@ -479,7 +479,9 @@ def test_frames_are_lent_to_so_many_loads_only(node: NodeProcess) -> None:
 
 def test_frames_that_are_never_copied_end_the_session(node: NodeProcess) -> None:
     address = Address.parse(node.address)
-    while node.status().sessions:  # of tests before: frames lent to them are on their way back
+    deadline = time.monotonic() + WAIT_S
+    while any(one.role == "worker" for one in node.status().sessions):  # frames come back from them
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     with Attacker(address, "scheduler") as scheduler, Attacker(address, "worker") as attacker:
         load = _stored(scheduler, attacker, 920)
