@@ -207,7 +207,7 @@ class NodeCounts:
 
     gains: list[float] = field(default_factory=lambda: [0.0] * len(KEYS))
     contexts: bool = False
-    """Whether anything was attended to on nodes."""
+    """True if anything was attended to on nodes."""
 
 
 class NodeOffloader:

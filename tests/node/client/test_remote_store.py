@@ -101,7 +101,7 @@ class Engine:
         self.hbm: dict[int, bytes] = {}
         self.breaks = False
         self.meanwhile: Callable[[], None] = lambda: None
-        """What happens before a copy has read its frames."""
+        """Called before a copy reads its frames."""
         self.store.start(self._copy_in)
 
     def _copy_in(self, frames: NDArray[np.int32], blocks: NDArray[np.int64]) -> None:

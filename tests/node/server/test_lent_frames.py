@@ -1,4 +1,4 @@
-"""How many frames workers may copy from by themselves."""
+"""Limit of the frames that workers copy from by themselves."""
 
 from __future__ import annotations
 
