@@ -32,7 +32,7 @@ STRIKE_S: Final = 2.0
 """Something happens within so many seconds after a round has begun."""
 
 Answers = Mapping[tuple[int, ...], tuple[int, ...]]
-"""What stock vLLM answers, by prompt."""
+"""Answers of stock vLLM, by prompt."""
 
 
 def whole(prompt: Tokens) -> int:
@@ -148,7 +148,7 @@ class Site:
 
 
 KINDS: Final = ("kill", "stop", "cut", "hang", "delay", "full", "slow", *["skew"] * (not NO_CLOCK))
-"""Of what a site can be struck with."""
+"""Faults that can strike a site."""
 
 
 class Pool:

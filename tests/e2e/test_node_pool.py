@@ -91,7 +91,7 @@ def test_two_hundred_requests_at_once_compute_each_prefix_once(pool: Pool) -> No
 
 
 def nothing() -> None:
-    """What ends by itself."""
+    """Faults that end by themselves."""
 
 
 @pytest.mark.parametrize("number", range(KILLS))

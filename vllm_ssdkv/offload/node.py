@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv.attention.exact import StreamedContext
 from vllm_ssdkv.attention.sparse import ChosenPages
 from vllm_ssdkv.base.errors import NodeError, NodeFailedError, SSDKVError
-from vllm_ssdkv.base.metrics import Counters, counter_key
+from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.kernels.dense import AttentionKernels, select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState
 from vllm_ssdkv.kernels.paged import select_page_kernels
@@ -33,22 +33,13 @@ from vllm_ssdkv.node.client.node_drives import NodeDrives
 from vllm_ssdkv.node.client.volume_link import VolumeLink
 from vllm_ssdkv.node.protocol.messages import MAX_STATES, Attend, AttendShape, pack, unpack
 from vllm_ssdkv.offload.node_blocks import HERE, NodeBlocks, NodePart, RowBlocks, failing
+from vllm_ssdkv.offload.offloader import KEYS
 from vllm_ssdkv.offload.protocol import ContextWork
 from vllm_ssdkv.store.tiered_store import TieredStore
 
 logger = logging.getLogger(__name__)
 
 I64 = NDArray[np.int64]
-
-KEYS: Final[tuple[str, ...]] = (
-    counter_key("offload_tickets"),
-    counter_key("offload_bytes", payload="query"),
-    counter_key("offload_bytes", payload="selection"),
-    counter_key("offload_bytes", payload="partials"),
-    counter_key("offload_seconds", part="wait"),
-    counter_key("offload_seconds", part="attend"),
-    counter_key("offload_step_seconds"),
-)
 
 _OPEN_S: Final = 3.0
 """Deadline of a connection for attention, in seconds."""

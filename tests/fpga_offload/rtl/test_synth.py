@@ -28,7 +28,7 @@ NEEDS_TOOLS = needs_rtlsim(128, 1)
 BUDGETS: dict[Family, tuple[int, int]] = {"xcup": (60_000, 100), "xc7": (65_000, 100)}
 """LUT and DSP of the core for one query head: a ninth of the KU15P, a third of the Zynq 7045."""
 UNIT_BUDGETS = {"core": (10_000, 32), "checksum": (1_000, 8)}
-"""What is synthesised by itself, and the LUT and DSP that it takes at least."""
+"""Parts that are synthesised alone, and the LUT and DSP that each takes at least."""
 CHECKSUM_BUDGET = 6_000, 50
 
 

@@ -350,7 +350,7 @@ def test_what_is_lost_while_the_manifest_is_saved_is_not_handed_out() -> None:
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("stored", [0, 7])
 def test_devices_that_come_back_bring_their_slots(at_once: bool, stored: int) -> None:
-    """Whether or not segments were striped anew meanwhile, none is missing, and none is twice."""
+    """No segment is missing and none is twice, striped anew meanwhile or not."""
     store = Store()
     store.begin(stored)
     slots = store.placement.slots
