@@ -89,18 +89,23 @@ class NodeWires:
     def fail(self, node: int, wire: AttentionWire | None) -> None:
         """A node did not answer as it should: its connection ends. For the same thread."""
         with self._lock:
-            if self._wires[node] is wire:
-                self._wires[node] = None
+            if wire is not None and self._wires[node] is wire:
+                self._lose(node)
         if wire is not None:
             wire.close()
         self._wake.set()
+
+    def _lose(self, node: int) -> None:
+        """A node attends no longer: counted once, whoever notices first. Lock is held."""
+        self._wires[node] = None
+        self._counters.add("offload_failures", cause="error")
 
     def _changed(self, node: int, here: bool) -> None:
         """The volumes of a node are to be had, or are gone. Any thread; does not block."""
         with self._lock:
             wire = self._wires[node]
             if not here and wire is not None:
-                self._wires[node] = None
+                self._lose(node)
                 self._ended.append(wire)
                 wire.abort()  # whoever waits for an answer need not wait for the deadline
         self._wake.set()
@@ -364,7 +369,6 @@ class NodeOffloader:
     def _fail(self, node: int, wire: AttentionWire | None, error: Exception) -> None:
         self._wires.fail(node, wire)
         self._blocks.version += 1  # the layers to come are placed without it
-        self._counters.add("offload_failures", cause="error")
         logger.error(
             "ssdkv: offload: the node %s does not attend until it is back: %s; its part is read "
             "from other copies, or computed again",
