@@ -93,6 +93,31 @@ class _Queries:
         return cls(data, count, state)
 
 
+class _Constants:
+    """Arrays that are alike in all calls, made once: a small call costs little more than these.
+
+    Attributes:
+        numbers: 0, 1, 2, ... as int32.
+        far: Positions behind all contexts.
+        zeros: Of int64.
+    """
+
+    __slots__ = ("far", "numbers", "zeros")
+
+    def __init__(self) -> None:
+        self._make(0)
+
+    def grow(self, length: int) -> None:
+        """Have at least so many entries of each."""
+        if length > len(self.zeros):
+            self._make(2 * length)
+
+    def _make(self, length: int) -> None:
+        self.numbers = np.arange(length, dtype=np.int32)
+        self.far = np.full(length, _FAR, dtype=np.int64)
+        self.zeros = np.zeros(length, dtype=np.int64)
+
+
 class NodeAttention:
     """Attends to pages of one worker's volumes. One thread at a time.
 
@@ -128,6 +153,7 @@ class NodeAttention:
             raise ProtocolError("body", str(error)) from error
         self._geometry = geometry
         self._query_bytes = shape.query_heads * shape.head_size * item
+        self._constants = _Constants()
         self._code = getattr(_kernels, shape.dtype.upper())
         self._told = ToldBlocks(geometry, shape.slots, volumes)
         nbytes = max(nbytes, 4 * geometry.layer_bytes)
@@ -265,25 +291,25 @@ class NodeAttention:
             address = address[which]
             masks = None if masks is None else masks[which]
         began = time.perf_counter()
-        shape = self._shape
-        size, heads = queries.count * shape.query_heads, shape.query_heads
-        acc, m, total = np.split(
-            queries.state, [size * shape.head_size, size * (shape.head_size + 1)]
-        )
+        shape, constants = self._shape, self._constants
+        count, heads = queries.count, shape.query_heads
+        constants.grow(max(count, len(address)))
+        acc_end = count * heads * shape.head_size
+        m_end = acc_end + count * heads
         _kernels.attend_pages(
             queries.data.ctypes.data,
             self._code,
             self._query_bytes,
             scale,
-            m.reshape(queries.count, heads),
-            total.reshape(queries.count, heads),
-            acc.reshape(queries.count, heads, shape.head_size),
-            np.arange(queries.count, dtype=np.int32),
-            np.full(queries.count, _FAR, dtype=np.int64),
+            queries.state[acc_end:m_end].reshape(count, heads),
+            queries.state[m_end:].reshape(count, heads),
+            queries.state[:acc_end].reshape(count, heads, shape.head_size),
+            constants.numbers[:count],
+            constants.far[:count],
             begin,
             end,
             address,
-            np.zeros(len(address), dtype=np.int64),
+            constants.zeros[: len(address)],
             masks,
             shape.page_tokens,
             shape.kv_heads,
