@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -99,6 +100,7 @@ class Engine:
         self.store.open()
         self.store.tell_weights(b"weights")
         self.hbm: dict[int, bytes] = {}
+        self._ended: deque[LoadOutcome] = deque()
         self.breaks = False
         self.meanwhile: Callable[[], None] = lambda: None
         """Called before a copy reads its frames."""
@@ -146,10 +148,10 @@ class Engine:
     def outcome(self, patience_s: float = 20.0) -> LoadOutcome:
         """The next load that ends."""
         deadline = time.monotonic() + patience_s
-        while not (found := self.store.take_load_outcomes(0.02)):
+        while not self._ended:
             assert time.monotonic() < deadline, "a load hangs"
-        (outcome,) = found
-        return outcome
+            self._ended.extend(self.store.take_load_outcomes(0.02))
+        return self._ended.popleft()
 
 
 @pytest.fixture
