@@ -139,7 +139,7 @@ def _hits() -> Table:
         ["loaded by", "ms"],
         note="LMCache and vLLM's tier by what `ssdkv bench io` measured of one request of each, "
         "with no other request beside it. Ours is the good I/O path; what a node costs beside it "
-        "was measured without a network (`bench_node`).",
+        "was measured on two cores, without a network (`bench_node`).",
     )
     for name, seconds in pools.hits():
         table.add(name, 1e3 * seconds)
