@@ -194,10 +194,9 @@ class VolumeLink:
 
     def _over(self, wire: VolumeWire) -> None:
         with self._lock:
-            if wire is not self._wire:
+            if self._closed or wire is not self._wire:
                 return
-            if not self._closed:
-                logger.error("ssdkv: the node %s is gone", self.peer.address)
+            logger.error("ssdkv: the node %s is gone", self.peer.address)
             for tell in self.on_change:
                 tell(False)
 
