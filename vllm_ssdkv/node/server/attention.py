@@ -7,7 +7,6 @@ and which are a row's context; a call names a layer and rows, and sends queries.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from vllm_ssdkv.node.protocol.messages import (
     unpack,
 )
 from vllm_ssdkv.node.server.attention_pages import Fetch, NodePages, ToldBlocks
+from vllm_ssdkv.node.server.openmp import team_threads
 from vllm_ssdkv.node.server.volumes import VolumeSet
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
@@ -518,7 +518,7 @@ class AttentionLink:
                 shape,
                 self._volumes,
                 nbytes=config.attend_bytes(),
-                threads=config.attend_threads or max(1, (os.cpu_count() or 1) // 2),
+                threads=team_threads(config.attend_threads),
                 deadline_s=self._volumes.deadline_s,
             )
         except ProtocolError:
