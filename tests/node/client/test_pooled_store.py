@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.node.client.scripted_node import FRAME, Connection, ScriptedNode
+from tests.node.waits import until
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.node.client.hedging import LEAST_SAMPLES, HedgeBudget, LoadTimes
 from vllm_ssdkv.node.client.pooled_store import PooledStore
@@ -131,13 +132,6 @@ def worker(tmp_path: Path, scripts: list[Script]) -> Iterator[Worker]:
     made.store.close()
     for node in nodes:
         node.kill()
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def know_times(worker: Worker) -> None:

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.node.client.scripted_node import Connection, ScriptedNode
+from tests.node.waits import until
 from vllm_ssdkv.node.client.session import Session
 from vllm_ssdkv.node.client.volume_wire import VolumeWire, WirePart
 from vllm_ssdkv.node.protocol.channel import Frame
@@ -101,13 +102,6 @@ class Engine:
     def result(self, part: WirePart) -> int:
         until(lambda: part in self.ended)
         return self.ended[part][0]
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.fixture
