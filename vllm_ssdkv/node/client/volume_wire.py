@@ -8,7 +8,6 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -21,6 +20,7 @@ from vllm_ssdkv.node.client.session import Session
 from vllm_ssdkv.node.protocol.channel import Channel, Frame
 from vllm_ssdkv.node.protocol.messages import MoveBytes, Moved, pack, unpack
 from vllm_ssdkv.store.io.engines.protocol import Op
+from vllm_ssdkv.store.io.engines.reads_first import ReadsFirst
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,6 @@ _UNSENT: Final = 0.7
 
 _LAST: Final = 0.95
 """Share of the deadline until which bytes may move that began to in time."""
-
-_READS_PER_WRITE: Final = 32
 
 _LOOK_S: Final = 0.25
 """Longest pause between looks at what is late, in seconds."""
@@ -101,31 +99,18 @@ class WirePart:
 class _Lane:
     """One drive: what waits for it, and how many bytes are under way."""
 
-    reads: deque[WirePart] = field(default_factory=deque)
-    writes: deque[WirePart] = field(default_factory=deque)
-    reads_in_row: int = 0
+    waiting: ReadsFirst[WirePart] = field(default_factory=ReadsFirst)
     under_way: int = 0
 
     def next(self, most: int) -> WirePart | None:
         """Take what is to be sent now; None: nothing."""
-        late = bool(self.writes) and self.reads_in_row >= _READS_PER_WRITE
-        if not (self.reads or self.writes):
+        if not self.waiting:
             return None
-        waiting = self.writes if late or not self.reads else self.reads
-        if self.under_way and self.under_way + waiting[0].nbytes > most:
+        if self.under_way and self.under_way + self.waiting.peek().nbytes > most:
             return None
-        self.reads_in_row = self.reads_in_row + 1 if waiting is self.reads else 0
-        part = waiting.popleft()
+        part = self.waiting.take()
         self.under_way += part.nbytes
         return part
-
-    def take_unsent(self, before: float) -> list[WirePart]:
-        """Take what was submitted before this time, and still waits."""
-        taken = []
-        for waiting in (self.reads, self.writes):
-            while waiting and waiting[0].asked < before:
-                taken.append(waiting.popleft())
-        return taken
 
 
 class VolumeWire:
@@ -204,8 +189,7 @@ class VolumeWire:
             over = self.over
             if not over:
                 for part in parts:
-                    lane = self._lanes[part.drive]
-                    (lane.writes if part.op is Op.WRITE else lane.reads).append(part)
+                    self._lanes[part.drive].waiting.put(part.op, part)
                 self._changed.notify_all()
         if over:
             for part in parts:
@@ -304,8 +288,9 @@ class VolumeWire:
                 for part in self._pending.values()
                 if part.asked < limit and not part.over and part not in in_use
             ]
+            unsent = now - _UNSENT * self._deadline_s
             for lane in self._lanes:
-                late += lane.take_unsent(now - _UNSENT * self._deadline_s)
+                late += lane.waiting.take_while(lambda part: part.asked < unsent)
             for part in late:
                 part.over = True
         return late
@@ -378,7 +363,7 @@ class VolumeWire:
         self._watcher.join()
         left = [part for part in self._pending.values() if not part.over]
         for lane in self._lanes:
-            left += [*lane.reads, *lane.writes]
+            left += lane.waiting.take_while(lambda _: True)
         with contextlib.suppress(Exception):
             self._on_over(self)
         for part in left:
