@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.node.client.scripted_node import FRAME, FRAMES, Connection, ScriptedNode
+from tests.node.waits import until
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.node.client import remote_store
 from vllm_ssdkv.node.client.remote_store import RemoteStore
@@ -171,13 +172,6 @@ def engine(node: ScriptedNode) -> Iterator[Engine]:
     made = Engine(node)
     yield made
     made.store.close()
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_blocks_go_through_the_region(engine: Engine, script: Script) -> None:
