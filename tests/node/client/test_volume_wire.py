@@ -21,6 +21,8 @@ from vllm_ssdkv.node.protocol.messages import Message, MoveBytes, Moved, unpack
 from vllm_ssdkv.store.io.engines.protocol import Op
 
 DEADLINE_S = 1.5
+SOON_S = 1.3 * DEADLINE_S
+"""The deadline, on a machine whose cores have other work."""
 WAIT_S = 10.0
 PAGE = 4096
 MIB = 1 << 20
@@ -70,6 +72,7 @@ class Engine:
         self.ended: dict[WirePart, tuple[int, float]] = {}
         """Of each part its first result, and the seconds that it took."""
         self.over = threading.Event()
+        self.caught_up: list[int] = []
         self.wire: VolumeWire | None = None
 
     def start(self, window: int = 32 * MIB) -> None:
@@ -82,6 +85,7 @@ class Engine:
             window=window,
             deadline_s=DEADLINE_S,
             over=lambda _: self.over.set(),
+            caught_up=self.caught_up.append,
         )
         self.wire.start()
 
@@ -146,9 +150,11 @@ def test_a_late_part_fails_alone_and_its_answer_is_forgotten(
         assert engine.result(other) == PAGE
     code, spent_s = engine.ended[late]
     assert code == -errno.ETIMEDOUT
-    assert spent_s < DEADLINE_S
+    assert spent_s < SOON_S
+    assert engine.caught_up == []
     drives.hung = set()
     drives.held.pop()()
+    until(lambda: engine.caught_up == [0])
     again = engine.part(0, 2 * PAGE)
     engine.submit(again)
     assert engine.result(again) == PAGE
@@ -184,7 +190,7 @@ def test_a_node_that_answers_nothing_is_given_up_however_much_is_sent(
         engine.submit(parts[-1])
         time.sleep(0.001)
     assert {engine.result(part) for part in parts} == {-errno.ENOTCONN}
-    assert engine.ended[parts[0]][1] < DEADLINE_S
+    assert engine.ended[parts[0]][1] < SOON_S
     assert (engine.memory == 0).all()
 
 

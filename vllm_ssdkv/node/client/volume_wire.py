@@ -101,6 +101,8 @@ class _Lane:
 
     waiting: ReadsFirst[WirePart] = field(default_factory=ReadsFirst)
     under_way: int = 0
+    late: bool = False
+    """Something failed for it was late, and the drive has not answered all since."""
 
     def next(self, most: int) -> WirePart | None:
         """Take what is to be sent now; None: nothing."""
@@ -137,6 +139,7 @@ class VolumeWire:
         window: int,
         deadline_s: float,
         over: Callable[[VolumeWire], None],
+        caught_up: Callable[[int], None] = lambda _: None,
     ):
         """
         Args:
@@ -147,11 +150,13 @@ class VolumeWire:
             window: Bytes that may be asked of each drive at a time.
             deadline_s: Of each request.
             over: Called once when the session has ended, before what is under way fails.
+            caught_up: Called with the number of a drive that was late, as soon as it has answered
+                everything. Must not block.
         """
         self.session, self._channel = session, channel
         self._memory = memory.data
         self._most = window // 2
-        self._deadline_s, self._on_over = deadline_s, over
+        self._deadline_s, self._on_over, self._caught_up = deadline_s, over, caught_up
         self._lanes = [_Lane() for _ in range(drives)]
         self._turn = 0
         self._pending: dict[int, WirePart] = {}
@@ -292,7 +297,7 @@ class VolumeWire:
             for lane in self._lanes:
                 late += lane.waiting.take_while(lambda part: part.asked < unsent)
             for part in late:
-                part.over = True
+                part.over = self._lanes[part.drive].late = True
         return late
 
     def _views(self, part: WirePart, lengths: I64 | None = None) -> list[memoryview]:
@@ -347,10 +352,15 @@ class VolumeWire:
             del self._pending[frame.call_id]
             self._arriving = None
             self._heard = time.monotonic()
-            self._lanes[part.drive].under_way -= part.nbytes
+            lane = self._lanes[part.drive]
+            lane.under_way -= part.nbytes
+            caught_up = lane.late and not lane.under_way and not lane.waiting
+            lane.late = lane.late and not caught_up
             self._changed.notify_all()
         if wanted:
             part.ended(part, results)
+        if caught_up:
+            self._caught_up(part.drive)
 
     def _finish(self) -> None:
         """Fail what is under way; the last deed of the session."""
