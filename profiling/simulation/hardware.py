@@ -250,7 +250,7 @@ class NodeCosts:
 
 
 def node_costs(socket: str) -> NodeCosts:
-    """What was measured through sockets of this kind.
+    """Costs that were measured through sockets of this kind.
 
     Raises:
         ConfigError: nothing was.

@@ -163,9 +163,9 @@ class VolumeWire:
         """Parts that were sent, by number of their frame."""
         self._heard = 0.0
         """When the last answer came, or the first part was sent that has none."""
-        self._sending: WirePart | None = None
-        self._arriving: WirePart | None = None
-        """Parts whose memory a thread of this has in use: these do not fail alone."""
+        self._in_use: dict[str, WirePart | None] = {}
+        """Parts whose memory a thread of this has in use, by what it does: these do not fail
+        alone."""
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
         self.over = False
@@ -224,14 +224,14 @@ class VolumeWire:
     def _next(self) -> tuple[int, WirePart] | None:
         """The next frame, with its number; None: the session is over."""
         with self._changed:
-            self._sending = None
+            self._in_use["sends"] = None
             while not self.over:
                 part = self._next_part()
                 if part is not None:
                     if not self._pending:
                         self._heard = time.monotonic()
                     number = next(self._numbers)
-                    self._pending[number] = self._sending = part
+                    self._pending[number] = self._in_use["sends"] = part
                     return number, part
                 self._changed.wait()
         return None
@@ -287,7 +287,7 @@ class VolumeWire:
                 )
                 self.session.end()
                 return []
-            in_use = self._sending, self._arriving
+            in_use = tuple(self._in_use.values())
             late = [
                 part
                 for part in self._pending.values()
@@ -329,7 +329,7 @@ class VolumeWire:
         with self._changed:
             part = self._pending.get(frame.call_id)
             wanted = part is not None and not part.over
-            self._arriving = part
+            self._in_use["receives"] = part
         message = frame.message
         if part is None or not isinstance(message, Moved) or not frame.is_answer:
             raise ProtocolError("answer", f"{self._channel.peer} answered what nobody asked for")
@@ -350,7 +350,7 @@ class VolumeWire:
                 self._credit = CREDIT
         with self._changed:
             del self._pending[frame.call_id]
-            self._arriving = None
+            self._in_use["receives"] = None
             self._heard = time.monotonic()
             lane = self._lanes[part.drive]
             lane.under_way -= part.nbytes
