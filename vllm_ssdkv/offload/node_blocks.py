@@ -94,17 +94,42 @@ class NodePart:
 
 @dataclass(slots=True)
 class _Lists:
-    """Rows that one node was told.
+    """Rows that one node was told, and what it is to be told.
 
     Attributes:
-        slots: Of the blocks of each, by its number; those that were seen last are last.
+        slots: Of the blocks of each row, by its number; those that were seen last are last.
         listed: Blocks of all of them.
         used: Numbers of those that the step has.
+        void: Slots that the node is to forget.
+        void_rows: Rows that it is to forget.
+        full: Slots for which it had no room; None: it had room for all.
+        said: Connection for which that was said.
     """
 
     slots: dict[int, I64] = field(default_factory=dict)
     listed: int = 0
     used: set[int] = field(default_factory=set)
+    void: list[I64] = field(default_factory=list)
+    void_rows: list[int] = field(default_factory=list)
+    full: set[int] | None = None
+    said: AttentionWire | None = None
+
+    def had_no_room(self, slots: I64) -> None:
+        """Note that the node had no room for these, or for rows."""
+        self.full = (self.full or set()).union(slots.tolist())
+
+    def follow(self, told: I64, *, same: bool) -> None:
+        """Forget what the node was told, which are these slots; over the ``same`` connection it is
+        to forget them, too."""
+        rows = list(self.slots)
+        self.slots, self.listed, self.full = {}, 0, None
+        self.used.clear()
+        if not same:
+            self.void, self.void_rows = [], []
+            return
+        self.void_rows += rows
+        if len(told):
+            self.void.append(told)
 
     def get(self, number: int) -> I64 | None:
         """Blocks of a row, which the step has."""
@@ -152,11 +177,8 @@ class NodeBlocks:
         self.version = 0
         """Changes when blocks are placed otherwise."""
         self._wires: list[AttentionWire | None] = [None] * len(drives.links)
-        self._void: list[list[I64]] = [[] for _ in drives.links]
-        self._void_rows: list[list[int]] = [[] for _ in drives.links]
+        self._lists = [_Lists() for _ in drives.links]
         self._step = 0
-        self._full: dict[int, set[int]] = {}
-        self._told_full: dict[int, AttentionWire | None] = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -172,8 +194,6 @@ class NodeBlocks:
         self._whole = np.zeros(64, dtype=np.bool_)
         self._slot_of = np.full(64, -1, dtype=np.int64)
         self._seen = np.full(64, -1, dtype=np.int64)
-        self._full = {}
-        self._lists = [_Lists() for _ in self._wires]
         self._numbers: dict[str, int] = {}
 
     def reclaim(self, slots: I64) -> None:
@@ -184,27 +204,30 @@ class NodeBlocks:
             self._free.extend(rows.tolist())
             self._nodes[rows] = 0
             self._row_of[known] = 0
-            for void in self._void:
-                void.append(known)
+            for lists in self._lists:
+                lists.void.append(known)
             self.version += 1
 
     def end_step(self) -> None:
         """A step has ended: its blocks may make room for others. Those that had none are tried
         again where there is some."""
-        for node, slots in list(self._full.items()):
-            wire, told = self._wires[node], self._told(node)
-            stays = self._seen[told] == self._step
-            if wire is None or int(stays.sum()) < wire.room.blocks:
-                del self._full[node]
-                self.reclaim(np.array(sorted(slots), dtype=np.int64))
-        for lists in self._lists:
+        for node, lists in enumerate(self._lists):
             lists.used.clear()
+            wire, told = self._wires[node], self._told(node)
+            if wire is None or lists.full is None:
+                continue
+            if np.count_nonzero(self._seen[told] == self._step) < wire.room.blocks:
+                tried, lists.full = lists.full, None
+                self.reclaim(np.array(sorted(tried), dtype=np.int64))
         self._step += 1
 
     def full_nodes(self) -> list[int]:
         """Nodes that had no room for blocks, each once for its connection."""
-        found = [node for node in self._full if self._told_full.get(node) is not self._wires[node]]
-        self._told_full.update((node, self._wires[node]) for node in found)
+        found = []
+        for node, lists in enumerate(self._lists):
+            if lists.full is not None and lists.said is not self._wires[node]:
+                lists.said = self._wires[node]
+                found.append(node)
         return found
 
     def _told(self, node: int) -> NDArray[np.intp]:
@@ -260,7 +283,7 @@ class NodeBlocks:
                 left = np.setdiff1d(which, part.which)
                 of_pages[left] = np.where(of_pages[left] == node, HERE, of_pages[left])
                 whole = False
-                self._full.setdefault(node, set())
+                self._lists[node].had_no_room(slots[:0])
         return RowBlocks(slots, row, of_pages, whole, parts, self.version)
 
     def _follow(self, wires: Sequence[AttentionWire | None]) -> None:
@@ -268,24 +291,18 @@ class NodeBlocks:
         if all(mine is theirs for mine, theirs in zip(self._wires, wires, strict=True)):
             return
         told = np.flatnonzero(self._row_of)
-        for node, lists in enumerate(self._lists):
-            if self._wires[node] is not wires[node]:  # a new connection knows nothing
-                self._void[node], self._void_rows[node] = [], []
-                continue
-            self._void_rows[node] += lists.slots
-            if len(told):
-                self._void[node].append(told)
+        for lists, mine, theirs in zip(self._lists, self._wires, wires, strict=True):
+            lists.follow(told, same=mine is theirs)
         self._clear()
         self._wires = list(wires)
 
     def _tell_void(self, timeout: float) -> None:
-        for node, wire in enumerate(self._wires):
-            void, rows = self._void[node], self._void_rows[node]
-            if not void and not rows:
+        for node, (lists, wire) in enumerate(zip(self._lists, self._wires, strict=True)):
+            if not lists.void and not lists.void_rows:
                 continue
-            self._void[node], self._void_rows[node] = [], []
+            slots = np.concatenate([*lists.void, np.zeros(0, dtype=np.int64)])
+            rows, lists.void, lists.void_rows = lists.void_rows, [], []
             if wire is not None:
-                slots = np.concatenate([*void, np.zeros(0, dtype=np.int64)])
                 with failing(node):
                     wire.forget(slots, rows, timeout)
 
@@ -341,7 +358,7 @@ class NodeBlocks:
         if lacking > len(old):
             left = new[len(new) - min(len(new), lacking - len(old)) :]
             there[left] = np.where(there[left] == node, HERE, there[left])
-            self._full.setdefault(node, set()).update(slots[left].tolist())
+            self._lists[node].had_no_room(slots[left])
 
     def _take_rows(self, slots: I64) -> NDArray[np.int32]:
         while len(slots) > len(self._free):

@@ -30,6 +30,7 @@ from vllm_ssdkv.node.protocol.messages import (
 from vllm_ssdkv.node.server.attention import NodeAttention
 from vllm_ssdkv.node.server.attention_bounds import AttendBounds, BoundedCache, ToldRows, cut
 from vllm_ssdkv.node.server.attention_pages import ToldBlocks
+from vllm_ssdkv.node.server.drive_room import DriveRoom
 from vllm_ssdkv.node.server.volumes import VolumeSet, VolumeShelf
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
@@ -52,7 +53,8 @@ def volumes(tmp_path: Path) -> Iterator[VolumeSet]:
         "devices": [{"path": str(tmp_path / "ssd"), "capacity": "64MiB"}],
         "io": {"engine": "threads", "direct": "off"},
     }
-    shelf = VolumeShelf(NodeConfig.from_options(options))
+    config = NodeConfig.from_options(options)
+    shelf = VolumeShelf(config, DriveRoom(config))
     found = shelf.open([uuid4().bytes], [SLOTS * PAGES * 4096], "a model", 10.0)
     data = np.random.default_rng(1).standard_normal(SLOTS * PAGES * 1024).astype(np.float32)
     (found_path,) = (tmp_path / "ssd").rglob("*data*")

@@ -654,7 +654,7 @@ class AttendShape(Message, frozen=True):
 
 
 class AttendRoom(Message, frozen=True):
-    """What the node remembers of this engine at a time; it ends a connection that tells more.
+    """Room of the node for what this worker tells; it ends a connection that tells more.
 
     Attributes:
         blocks: Blocks of which places were told; of a row, too.

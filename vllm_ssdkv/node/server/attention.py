@@ -68,7 +68,7 @@ class _Turn:
 
     @property
     def nbytes(self) -> int:
-        """Of the arrays."""
+        """Bytes of the arrays."""
         return sum(a.nbytes for a in (self.blocks, self.numbers, self.begin, self.end))
 
     def only(self, which: NDArray[np.bool_]) -> tuple[I64, I32, I32]:
@@ -85,7 +85,7 @@ class _Plan:
 
     @property
     def nbytes(self) -> int:
-        """Of all arrays, and of the objects themselves."""
+        """Bytes of all arrays, and of the objects themselves."""
         return 512 + sum(512 + turn.nbytes for turn in self.turns)
 
 

@@ -162,7 +162,7 @@ class Sized(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """In bytes."""
+        """Bytes of it."""
         ...
 
 
@@ -185,7 +185,7 @@ class BoundedCache(Generic[Key, Value]):
 
     @property
     def nbytes(self) -> int:
-        """Of all values."""
+        """Bytes of all values."""
         return self._nbytes
 
     def get(self, key: Key) -> Value | None:
