@@ -365,6 +365,13 @@ class Discard(Message, frozen=True):
     epochs: Numbers
 
 
+MAX_LOADS: Final = 4096
+"""Loads of one worker that have not ended. A node ends the connection of one that asks for more."""
+
+MAX_LOADING: Final = 1 << 18
+"""Slots of these loads together: some 30 MB in the node."""
+
+
 class Load(Message, frozen=True):
     """Bring a hit; on the ``bytes`` connection.
 
