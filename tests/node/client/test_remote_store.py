@@ -331,14 +331,14 @@ def test_a_node_is_asked_for_as_many_loads_as_it_takes(
     until(lambda: len(loads) == 2)
     engine.load(13, 14)
     node.kill()
-    ended: list[LoadOutcome] = []
+    outcomes: list[LoadOutcome] = []
 
     def all_ended() -> bool:
-        ended.extend(engine.store.take_load_outcomes())
-        return len(ended) == 3
+        outcomes.extend(engine.store.take_load_outcomes())
+        return len(outcomes) == 3
 
     until(all_ended)
-    assert not any(outcome.complete for outcome in ended)
+    assert not any(outcome.complete for outcome in outcomes)
 
 
 def test_a_node_calls_wrong_only_what_it_was_asked_for(engine: Engine, node: ScriptedNode) -> None:
