@@ -51,6 +51,8 @@ from vllm_ssdkv.node.protocol.credentials import Credentials, make_keys
 from vllm_ssdkv.node.protocol.frames import DEFAULT_LIMITS, VERSIONS
 from vllm_ssdkv.node.protocol.messages import Copied, Done, Role, StoreSpec
 from vllm_ssdkv.node.protocol.sockets import Listener, connect
+from vllm_ssdkv.profiling.simulation.description import DATA
+from vllm_ssdkv.profiling.simulation.hardware import NODE_FIGURES
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.index.slot_index import SlotIndex
@@ -68,7 +70,7 @@ CHAIN = 128
 STREAM_BYTES = 64 * MIB
 TURNS = 5
 PATIENCE_S = 60.0
-FIGURES = Path(__file__).parent / "simulation" / "data" / "node_protocol.json"
+FIGURES = DATA / NODE_FIGURES
 MODEL = "bench/model"
 
 I64 = NDArray[np.int64]
@@ -599,6 +601,14 @@ def _fitted(terms: NDArray[np.float64], values: NDArray[np.float64]) -> list[flo
     return coefficients
 
 
+def write_figures(found: Mapping[str, Mapping[str, float]]) -> None:
+    """Put figures, by kind of socket, where the simulator reads them; others stay."""
+    known = json.loads(FIGURES.read_text())
+    for kind, figures_of_kind in found.items():
+        known.setdefault(kind, {}).update(figures_of_kind)
+    FIGURES.write_text(json.dumps(known, indent=1) + "\n")
+
+
 def report(result: Result) -> str:
     """The tables in Markdown."""
     lines = [
@@ -647,7 +657,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.json:
         given.json.write_text(json.dumps(asdict(result), indent=1))
     if given.write:
-        FIGURES.write_text(json.dumps(result.figures, indent=1) + "\n")
+        write_figures(result.figures)
 
 
 if __name__ == "__main__":

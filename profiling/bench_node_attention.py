@@ -39,7 +39,7 @@ from vllm_ssdkv.node.client.session import Peer
 from vllm_ssdkv.node.client.volume_link import VolumeLink
 from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.messages import Attend, AttendShape, pack
-from vllm_ssdkv.profiling.bench_node import BenchNode
+from vllm_ssdkv.profiling.bench_node import BenchNode, write_figures
 from vllm_ssdkv.store.format.superblock import data_file_path
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE_TOKENS = 32, 8, 128, 16
@@ -277,6 +277,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--dir", type=Path, help="where drives of the nodes are (default: /tmp)")
     parser.add_argument("--json", type=Path, help="also write the result here")
+    parser.add_argument(
+        "--write", action="store_true", help="write a call's cost where the simulator reads it"
+    )
     options = parser.parse_args(arguments)
     result = Result()
     with tempfile.TemporaryDirectory(prefix="ssdkv-bench-", dir=options.dir) as scratch:
@@ -287,6 +290,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(report(result))
     if options.json is not None:
         options.json.write_text(json.dumps(asdict(result), indent=2) + "\n")
+    if options.write:
+        write_figures({kind: {"attend_s": us / 1e6} for kind, us in result.call_us.items()})
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Bytes, seconds and bytes per second throughout; prices in USD.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import ClassVar, Final, TypeVar
@@ -20,6 +21,9 @@ from vllm_ssdkv.profiling.simulation.description import (
     Whole,
     read_descriptions,
 )
+
+NODE_FIGURES: Final = "node_protocol.json"
+"""What ``bench_node`` and ``bench_node_attention`` wrote."""
 
 
 class Gpu(Description):
@@ -219,6 +223,44 @@ class StorageNode(Description):
     cores: Whole | None = None
     core_attend_bandwidth: Positive | None = None
     flash: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCosts:
+    """Seconds that a node of ours costs beside drives and memory, as ``bench_node`` measured them.
+
+    Example:
+        node_costs("tcp").load_s(blocks=128, nbytes=1 << 25)
+
+    Attributes:
+        load: Of each hit.
+        block: Of each of its blocks.
+        byte: Of each of its bytes.
+        attend: Of a small call of attention.
+    """
+
+    load: float
+    block: float
+    byte: float
+    attend: float
+
+    def load_s(self, blocks: int, nbytes: float) -> float:
+        """Seconds that a hit takes longer than from a store in the engine's process."""
+        return self.load + blocks * self.block + nbytes * self.byte
+
+
+def node_costs(socket: str) -> NodeCosts:
+    """What was measured through sockets of this kind.
+
+    Raises:
+        ConfigError: nothing was.
+    """
+    measured = json.loads((DATA / NODE_FIGURES).read_text())
+    keys = ("load_s", "block_s", "byte_s", "attend_s")
+    whole = {kind for kind, figures in measured.items() if set(keys) <= set(figures)}
+    if socket not in whole:
+        raise ConfigError(f"node: got {socket!r}; measured are {', '.join(sorted(whole))}")
+    return NodeCosts(*(measured[socket][key] for key in keys))
 
 
 class Network(Description):

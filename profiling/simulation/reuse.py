@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.base.sizes import format_size
-from vllm_ssdkv.profiling.simulation.hardware import IoPath, Machine, find
+from vllm_ssdkv.profiling.simulation.hardware import IoPath, Machine, find, node_costs
 from vllm_ssdkv.profiling.simulation.model_shape import ModelShape
 from vllm_ssdkv.profiling.simulation.storage import Storage
 from vllm_ssdkv.store.index.slot_index import SlotIndex
@@ -45,6 +45,8 @@ class StoreShape:
         frames: Bytes that may wait to be written.
         path: Name of the software that reads and writes blocks. None: ours.
         cache: Bytes of DRAM for blocks that are on drives, too, the newest ones.
+        node: Kind of socket to a node that has the store, "unix" or "tcp". None: it is the engine's
+            own.
     """
 
     nbytes: float
@@ -52,6 +54,7 @@ class StoreShape:
     frames: float = 8e9
     path: str | None = None
     cache: float = 0.0
+    node: str | None = None
 
     def __post_init__(self) -> None:
         """Check sizes. Raises ConfigError."""
@@ -172,13 +175,20 @@ class Background:
     """
 
     def __init__(
-        self, machine: Machine, storage: Storage, block_bytes: float, path: str | None = None
+        self,
+        machine: Machine,
+        storage: Storage,
+        block_bytes: float,
+        path: str | None = None,
+        node: str | None = None,
     ) -> None:
-        """``path``: name of its description; None: ours, with enough in flight.
+        """``path``: name of its description; None: ours, with enough in flight. ``node``: see
+        :class:`StoreShape`.
 
         Raises:
-            ConfigError: no such path.
+            ConfigError: no such path or socket.
         """
+        self._node = None if node is None else node_costs(node)
         self._machine, self._storage, self._block_bytes = machine, storage, block_bytes
         self._path = None if path is None else find(IoPath, path)
         self._loads: deque[list[float]] = deque()
@@ -196,6 +206,11 @@ class Background:
         return sum(load[0] for load in self._loads) + self._alone_s(nbytes, from_dram)
 
     def _alone_s(self, whole: float, from_dram: float) -> float:
+        blocks = -int(-whole // self._block_bytes)
+        node_s = 0.0 if self._node is None else self._node.load_s(blocks, whole)
+        return node_s + self._moved_s(whole, from_dram)
+
+    def _moved_s(self, whole: float, from_dram: float) -> float:
         storage, machine = self._storage, self._machine
         nbytes = whole - from_dram
         if not nbytes:

@@ -227,9 +227,11 @@ class _Engine:
         self.gaps: list[Gap] = []
         self.since_s: float | None = None
         self.store = None if serving.store is None else ReuseStore(serving.store, serving.model)
-        path = None if serving.store is None else serving.store.path
         block_bytes = READ_BYTES if self.store is None else self.store.block_bytes
-        self.background = Background(serving.machine, serving.storage, block_bytes, path)
+        through = (
+            (None, None) if serving.store is None else (serving.store.path, serving.store.node)
+        )
+        self.background = Background(serving.machine, serving.storage, block_bytes, *through)
         self.loading: deque[_Row] = deque()
         self._decodes: dict[tuple[int, int, int, int], StepResult] = {}
         self._prompts_s: dict[int, float] = {}

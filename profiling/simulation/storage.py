@@ -25,6 +25,7 @@ from vllm_ssdkv.profiling.simulation.hardware import (
     Network,
     StorageNode,
     find,
+    node_costs,
 )
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.placement.lanes import lanes_for
@@ -205,11 +206,15 @@ class NodeDrive:
 
     Example:
         NodeDrive.of(find(StorageNode, "ssd-node"), find(Network, "ethernet-25g"))
+
+    Attributes:
+        call_s: Seconds of a call beside the network's latency.
     """
 
     drive: PlainDrive
     network: Network
     attend_bandwidth: float
+    call_s: float
 
     @classmethod
     def of(cls, node: StorageNode, network: Network) -> NodeDrive:
@@ -222,16 +227,17 @@ class NodeDrive:
             raise ConfigError(f"nodes: {node.name}: flash, cores, core_attend_bandwidth: missing")
         flash = find(Flash, node.flash)
         inside = flash.model_copy(update={"channels": node.channels}).as_drive(node.name)
-        return cls(PlainDrive(inside), network, node.cores * node.core_attend_bandwidth)
+        rate = node.cores * node.core_attend_bandwidth
+        return cls(PlainDrive(inside), network, rate, node_costs("tcp").attend)
 
     @property
     def latency_s(self) -> float:
         """See ``Device``. There and back."""
-        return self.drive.latency_s + 2 * self.network.latency_s
+        return self.drive.latency_s + 2 * self.network.latency_s + self.call_s
 
     def latency(self, draw: str) -> float:
         """See ``Device``."""
-        return self.drive.latency(draw) + 2 * self.network.latency_s
+        return self.drive.latency(draw) + 2 * self.network.latency_s + self.call_s
 
     @property
     def rate(self) -> float:

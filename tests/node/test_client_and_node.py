@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.conftest import disk_directory
+from tests.node.waits import new_keys, unknown, until
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.node import NodeConfig
 from vllm_ssdkv.node.client.node_link import NodeLink
@@ -125,21 +125,6 @@ class Engine:
         for store in self.stores:
             store.close()
         self.index.close()
-
-
-def unknown() -> None:
-    return None
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def new_keys(count: int) -> list[bytes]:
-    return [os.urandom(32) for _ in range(count)]
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.conftest import disk_directory
+from tests.node.waits import new_keys, unknown, until
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.node import NodeConfig
@@ -179,21 +179,6 @@ class Engine:
     def close(self) -> None:
         self.store.close()
         self.index.close()
-
-
-def unknown() -> None:
-    return None
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def new_keys(count: int) -> list[bytes]:
-    return [os.urandom(32) for _ in range(count)]
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -16,11 +18,13 @@ import torch
 from numpy.typing import NDArray
 
 from tests.node.process import NodeProcess
+from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SelectorName
 from vllm_ssdkv.config.offload import OffloadConfig
 from vllm_ssdkv.node.client.attention import AttentionWire
 from vllm_ssdkv.node.client.session import Session
+from vllm_ssdkv.node.protocol.credentials import make_keys
 from vllm_ssdkv.node.protocol.messages import AttendRoom, AttendShape
 from vllm_ssdkv.offload.node import NodeOffloader
 from vllm_ssdkv.profiling.decode_harness.decoder import PagedDecoder
@@ -133,6 +137,33 @@ def test_the_same_comes_out(
     assert there.counters.total("offload_tickets") > 0
     for cause in ("error", "answer", "deadline", "room"):
         assert there.counters.total("offload_failures", cause=cause) == 0
+
+
+def test_keys_of_both_sides_change_no_token(
+    without_nodes: Callable[[SelectorName], Decoded],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Pages go to the node, queries and states go through TLS."""
+    keys = tmp_path / "keys"
+    make_keys(keys, 1)
+    root = tmp_path / "node"
+    root.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    ssd = {"path": str(root / "ssd"), "capacity": "1GiB"}
+    options = {"devices": [ssd], "store_share": 0.06, "attend_threads": 1}
+    with NodeProcess(root, keys, listen=[address], **options) as node:
+        there = decoded(tmp_path / "state", "bounds", [node], node_keys=keys)
+        with pytest.raises(StoreError, match="keys"):
+            decoded(tmp_path / "other", "bounds", [node])
+    assert there.tokens == without_nodes("bounds").tokens
+    assert there.counters.total("offload_tickets") > 0
+    for cause in ("error", "answer", "deadline"):
+        assert there.counters.total("offload_failures", cause=cause) == 0
+    errors = [one.getMessage() for one in caplog.records if one.levelno >= logging.ERROR]
+    assert errors == [], "an engine that ends has lost no node"
 
 
 @pytest.mark.parametrize("selector", ["exact", "bounds"])

@@ -75,8 +75,21 @@ def test_the_figures_of_the_simulator_are_whole() -> None:
     assert set(found) == {"unix", "tcp", "tls"}
     for kind, values in found.items():
         names = {"call_s", "bytes_per_s"}
-        assert set(values) == names | (set() if kind == "tls" else {"load_s", "block_s", "byte_s"})
+        if kind != "tls":
+            names |= {"load_s", "block_s", "byte_s", "attend_s"}
+        assert set(values) == names
         assert all(value >= 0 for value in values.values())
+
+
+def test_figures_are_written_beside_those_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "figures.json"
+    path.write_text('{"tcp": {"call_s": 1.0, "attend_s": 2.0}}')
+    monkeypatch.setattr(bench_node, "FIGURES", path)
+    bench_node.write_figures({"tcp": {"call_s": 3.0}, "unix": {"attend_s": 4.0}})
+    found = json.loads(path.read_text())
+    assert found == {"tcp": {"call_s": 3.0, "attend_s": 2.0}, "unix": {"attend_s": 4.0}}
 
 
 def test_a_plain_copy_takes_the_place_of_iperf3() -> None:

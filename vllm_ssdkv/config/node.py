@@ -201,8 +201,8 @@ class NodeConfig(OptionModel):
         Field(
             ge=1,
             le=1024,
-            description="Threads of each such worker that attend here, at most. Without torch in "
-            "the node's Python it is one.",
+            description="Threads of each such worker that attend here, at most. Without the "
+            "system's OpenMP runtime (`libgomp1`) it is one.",
         ),
         Reason("null: half of the CPUs. DRAM's bandwidth is used up by then."),
     ] = None

@@ -24,7 +24,7 @@ from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.identity.loaded_model import LoadedModel
 from vllm_ssdkv.connector.identity.module_tree import TREE
 from vllm_ssdkv.connector.kv_layout import KVLayout, block_layout, paged_geometry
-from vllm_ssdkv.connector.messages import ContextDelta, CopyToDram, Flush, Row, StepPlan
+from vllm_ssdkv.connector.messages import ContextDelta, CopyFrames, CopyToDram, Flush, Row, StepPlan
 from vllm_ssdkv.connector.worker.block_copy import BlockPort, OpaquePort, PagedPort
 from vllm_ssdkv.connector.worker.layer_copy import LEAST_BYTES, MOST_WAITING, LayerCopier
 from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank
@@ -499,3 +499,40 @@ def test_blocks_of_a_row_without_its_context_are_not_kept(worker: SSDKVWorker) -
     assert report is not None
     assert report.skipped == [(3, 1)]
     assert durable(worker, 1) == [(4, 1)]
+
+
+class Device:
+    """Stands for a device that attends, and keeps bytes of these slots."""
+
+    def __init__(self, *slots: int):
+        self.kept = set(slots)
+
+    def reclaim(self, slots: NDArray[np.int64]) -> None:
+        self.kept -= set(slots.tolist())
+
+    def count_stored(self, nbytes: int) -> None:
+        pass
+
+    def close(self, timeout_s: float) -> bool:
+        return timeout_s > 0
+
+
+def test_devices_forget_slots_that_get_copies_even_if_the_source_is_lost(
+    worker: SSDKVWorker,
+) -> None:
+    """They would attend to what these slots had before."""
+    worker.begin(first := plan(1, 3))
+    worker.end(first)
+    assert durable(worker, 1) == [(3, 1)]
+    attends: Any = Device(3, 7, 8, 9)
+    worker.offloader = attends
+    old, new = np.array([3, 4]), np.array([7, 8])  # slot 4 has left DRAM
+    keys = bytes([3] * 32), bytes([4] * 32)
+    second = StepPlan(2, (0,), copy_frames=CopyFrames(old, np.array([1, 1]), new, new + 10, keys))
+    worker.begin(second)
+    worker.end(second)
+    assert attends.kept == {3, 9}
+    report = worker.take_report()
+    assert report is not None
+    assert report.failed_writes == [(8, 18)]
+    assert durable(worker, 1) == [(7, 17)]

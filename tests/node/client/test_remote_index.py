@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.node.client.scripted_node import SLOTS, Connection, ScriptedNode
+from tests.node.waits import unknown, until
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.node.client.node_link import NodeLink
@@ -88,17 +89,6 @@ def index(node: ScriptedNode, counters: Counters) -> Iterator[RemoteIndex]:
     made = RemoteIndex(link, counters)
     yield made
     made.close()
-
-
-def unknown() -> None:
-    return None
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def of_kind(node: ScriptedNode, kind: type[Message]) -> list[Message]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.node.client.scripted_node import FRAME, FRAMES, Connection, ScriptedNode
+from tests.node.waits import until
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.node.client import remote_store
 from vllm_ssdkv.node.client.remote_store import RemoteStore
@@ -99,6 +101,7 @@ class Engine:
         self.store.open()
         self.store.tell_weights(b"weights")
         self.hbm: dict[int, bytes] = {}
+        self._ended: deque[LoadOutcome] = deque()
         self.breaks = False
         self.meanwhile: Callable[[], None] = lambda: None
         """Called before a copy reads its frames."""
@@ -146,10 +149,10 @@ class Engine:
     def outcome(self, patience_s: float = 20.0) -> LoadOutcome:
         """The next load that ends."""
         deadline = time.monotonic() + patience_s
-        while not (found := self.store.take_load_outcomes(0.02)):
+        while not self._ended:
             assert time.monotonic() < deadline, "a load hangs"
-        (outcome,) = found
-        return outcome
+            self._ended.extend(self.store.take_load_outcomes(0.02))
+        return self._ended.popleft()
 
 
 @pytest.fixture
@@ -169,13 +172,6 @@ def engine(node: ScriptedNode) -> Iterator[Engine]:
     made = Engine(node)
     yield made
     made.store.close()
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_blocks_go_through_the_region(engine: Engine, script: Script) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.profiling.simulation.test_decode import MODEL, drive
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.profiling.simulation.decode import System
-from vllm_ssdkv.profiling.simulation.hardware import Gpu, Machine, find
+from vllm_ssdkv.profiling.simulation.hardware import Gpu, Machine, find, node_costs
 from vllm_ssdkv.profiling.simulation.reuse import Background, ReuseStore, StoreShape
 from vllm_ssdkv.profiling.simulation.serve import Report, Request, Serving
 from vllm_ssdkv.profiling.simulation.storage import Storage
@@ -126,6 +126,27 @@ def test_paths_of_others_load_slower_than_a_good_one() -> None:
     assert seconds[None] == pytest.approx(8e9 / 16e9, rel=0.01)
     with pytest.raises(ConfigError, match="paths: 'nfs' is not described"):
         Background(of.machine, of.storage, 1 << 20, "nfs")
+
+
+def test_a_node_costs_what_was_measured_beside_the_drives() -> None:
+    of = serving(None)
+    block, nbytes, latency = 1 << 20, 64 << 20, 1e-3
+    seconds = {
+        node: Background(of.machine, of.storage, block, node=node).load_s(nbytes)
+        for node in (None, "unix", "tcp")
+    }
+    for socket in ("unix", "tcp"):
+        costs = node_costs(socket)
+        assert 0 < costs.attend < latency
+        expected = costs.load + 64 * costs.block + nbytes * costs.byte
+        assert seconds[socket] - seconds[None] == pytest.approx(expected)
+    assert seconds["tcp"] > seconds["unix"] >= seconds[None]
+    with pytest.raises(ConfigError, match="node: got 'tls'; measured are tcp, unix"):
+        Background(of.machine, of.storage, block, node="tls")
+    near, far = replace(shape(), node=None), replace(shape(), node="tcp")
+    found = [run(serving(one), asked(6, contexts=3)) for one in (near, far)]
+    assert found[0].loaded_bytes == found[1].loaded_bytes > 0
+    assert found[0].seconds < found[1].seconds
 
 
 def test_the_youngest_is_preempted_where_no_tier_has_room_and_ends_all_the_same() -> None:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated
-
 import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_ssdkv.base.errors import NodeError, NodeGoneError, SSDKVError
+from vllm_ssdkv.base.errors import SSDKVError
 from vllm_ssdkv.base.sizes import approximate_size
 from vllm_ssdkv.cli import arguments
+from vllm_ssdkv.cli.node.status_session import (
+    EngineKeys,
+    NodeAddress,
+    Timeout,
+    read_keys,
+    status_session,
+)
 from vllm_ssdkv.node.protocol.address import Address
-from vllm_ssdkv.node.protocol.channel import Channel
 from vllm_ssdkv.node.protocol.credentials import Credentials
-from vllm_ssdkv.node.protocol.frames import DEFAULT_LIMITS, VERSIONS
-from vllm_ssdkv.node.protocol.messages import AskStatus, Hello, Message, Status, Welcome
-from vllm_ssdkv.node.protocol.sockets import connect
+from vllm_ssdkv.node.protocol.messages import AskStatus, Status
 
 
 def ask_status(address: Address, credentials: Credentials | None, timeout: float) -> Status:
@@ -30,52 +29,14 @@ def ask_status(address: Address, credentials: Credentials | None, timeout: float
         NodeError: it does not answer, or refuses.
         CredentialsError: the address needs keys.
     """
-    with _connected(address, credentials, timeout) as channel:
-        hello = Hello(VERSIONS[0], VERSIONS[-1], "status", "calls", "")
-        welcome = _asked(channel, hello, timeout)
-        if not isinstance(welcome, Welcome):
-            raise NodeGoneError(f"{address} is no node")
-        channel.agree(welcome.version, DEFAULT_LIMITS)
-        status = _asked(channel, AskStatus(), timeout)
-        if not isinstance(status, Status):
-            raise NodeGoneError(f"{address} does not say how it is")
-        return status
-
-
-@contextlib.contextmanager
-def _connected(
-    address: Address, credentials: Credentials | None, timeout: float
-) -> Iterator[Channel]:
-    channel = connect(address, credentials, timeout)
-    try:
-        yield channel
-    finally:
-        channel.close()
-
-
-def _asked(channel: Channel, message: Message, timeout: float) -> Message | None:
-    channel.send(message, call_id=1, timeout=timeout)
-    frame = channel.receive(timeout)
-    if frame.error:
-        raise NodeGoneError(frame.error)
-    return frame.message
+    with status_session(address, credentials, timeout) as session:
+        return session.call(AskStatus(), Status, timeout)
 
 
 def status(
-    address: Annotated[
-        str, typer.Argument(metavar="ADDRESS", help="unix:///path or tcp://host:port.")
-    ],
-    keys: Annotated[
-        Path | None,
-        typer.Option(
-            parser=arguments.directory,
-            metavar="DIR",
-            help="Keys of an engine, for an address that needs some.",
-        ),
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(min=0.1, max=600, help="Seconds to wait for each answer.")
-    ] = 3.0,
+    address: NodeAddress,
+    keys: EngineKeys = None,
+    timeout: Timeout = 3.0,
     as_json: arguments.Json = False,
 ) -> None:
     """Show the stores of a node, and who uses them.
@@ -83,9 +44,8 @@ def status(
     Exits with 1 if nobody answers there, the node refuses, or it is about to end.
     """
     try:
-        credentials = None if keys is None else Credentials.load(keys, "engine")
-        found = ask_status(Address.parse(address), credentials, timeout)
-    except (NodeError, SSDKVError) as error:
+        found = ask_status(Address.parse(address), read_keys(keys), timeout)
+    except SSDKVError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
     if as_json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 from uuid import UUID
 
@@ -13,9 +12,14 @@ from rich.table import Table
 from vllm_ssdkv.base.errors import SSDKVError
 from vllm_ssdkv.base.sizes import approximate_size
 from vllm_ssdkv.cli import arguments
-from vllm_ssdkv.node.client.session import Peer, Session
+from vllm_ssdkv.cli.node.status_session import (
+    EngineKeys,
+    NodeAddress,
+    Timeout,
+    read_keys,
+    status_session,
+)
 from vllm_ssdkv.node.protocol.address import Address
-from vllm_ssdkv.node.protocol.credentials import Credentials
 from vllm_ssdkv.node.protocol.messages import (
     AskVolumes,
     Done,
@@ -26,24 +30,13 @@ from vllm_ssdkv.node.protocol.messages import (
 
 
 def volumes(
-    address: Annotated[
-        str, typer.Argument(metavar="ADDRESS", help="unix:///path or tcp://host:port.")
-    ],
+    address: NodeAddress,
     remove: Annotated[
         UUID | None,
         typer.Option(metavar="NAME", help="Remove this volume, which no engine has open."),
     ] = None,
-    keys: Annotated[
-        Path | None,
-        typer.Option(
-            parser=arguments.directory,
-            metavar="DIR",
-            help="Keys of an engine, for an address that needs some.",
-        ),
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(min=0.1, max=600, help="Seconds to wait for each answer.")
-    ] = 10.0,
+    keys: EngineKeys = None,
+    timeout: Timeout = 10.0,
     as_json: arguments.Json = False,
 ) -> None:
     """Show the volumes of a node, or remove one.
@@ -53,15 +46,10 @@ def volumes(
     removed here. Exits with 1 if the node does not answer or refuses.
     """
     try:
-        credentials = None if keys is None else Credentials.load(keys, "engine")
-        peer = Peer(Address.parse(address), credentials, "status", "")
-        session = Session.open(peer, with_bytes=False, timeout=timeout)
-        try:
+        with status_session(Address.parse(address), read_keys(keys), timeout) as session:
             if remove is not None:
                 session.call(RemoveVolume(remove.bytes), Done, timeout)
             found = session.call(AskVolumes([]), Volumes, timeout).volumes
-        finally:
-            session.close()
     except SSDKVError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None

@@ -263,7 +263,14 @@ class NodeDrives:
                     else:
                         health.quarantine(device, f"the node {link.peer.address} is gone")
 
+            # A drive that was late, and whose failures took it out of use, is used again.
+            def caught_up(drive: int, mine: Sequence[int] = mine) -> None:
+                for device in mine:
+                    if self.drive_of[device] == drive:
+                        health.restore(device)
+
             link.on_change.append(tell)
+            link.on_caught_up.append(caught_up)
             if link.wire is None:
                 tell(here=False)
 

@@ -22,7 +22,7 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.node.client.hedging import HedgeBudget, LoadTimes
 from vllm_ssdkv.node.client.node_link import START_S
 from vllm_ssdkv.node.client.node_links import ConnectedShare, start_links
-from vllm_ssdkv.node.client.remote_store import PinMemory, RemoteStore
+from vllm_ssdkv.node.client.remote_store import PinMemory, RemoteStore, take_outcomes
 from vllm_ssdkv.node.client.session import Peer
 from vllm_ssdkv.node.client.transfer import TransferRegion
 from vllm_ssdkv.node.protocol.messages import Welcome
@@ -497,15 +497,7 @@ class PooledStore:
         way. See :meth:`RemoteStore.take_load_outcomes`."""
         for store in self.stores:
             store.end_if_still()
-        if patience_s > 0 and not self._under_way:
-            time.sleep(patience_s)  # as there
-        outcomes: list[LoadOutcome] = []
-        while len(outcomes) < self._under_way:
-            try:
-                timeout = 0.0 if outcomes else patience_s
-                outcomes.append(self._outcomes.get(timeout > 0, timeout))
-            except queue.Empty:
-                break
+        outcomes = take_outcomes(self._outcomes, self._under_way, patience_s)
         self._under_way -= len(outcomes)
         return outcomes
 

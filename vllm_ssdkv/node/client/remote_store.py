@@ -237,6 +237,22 @@ class _SaveFrames:
         return self._store.region.view(frame)
 
 
+def take_outcomes(
+    outcomes: queue.SimpleQueue[LoadOutcome], under_way: int, patience_s: float
+) -> list[LoadOutcome]:
+    """Take what is there, of loads ``under_way``; wait for the first one for ``patience_s``."""
+    if patience_s > 0 and not under_way:
+        time.sleep(patience_s)  # who computes for requests that wait may need the core
+    found: list[LoadOutcome] = []
+    while len(found) < under_way:
+        try:
+            timeout = 0.0 if found else patience_s
+            found.append(outcomes.get(timeout > 0, timeout))
+        except queue.Empty:
+            break
+    return found
+
+
 class RemoteStore:
     """The store of one rank in a node.
 
@@ -559,15 +575,7 @@ class RemoteStore:
         way. A node that lets one stand still for the deadline counts as gone. Where nothing is
         under way, the step has nothing to do, and its core is free for so long."""
         self.end_if_still()
-        if patience_s > 0 and not self._under_way:
-            time.sleep(patience_s)  # who computes for requests that wait may need the core
-        outcomes: list[LoadOutcome] = []
-        while len(outcomes) < self._under_way:
-            try:
-                timeout = 0.0 if outcomes else patience_s
-                outcomes.append(self._outcomes.get(timeout > 0, timeout))
-            except queue.Empty:
-                break
+        outcomes = take_outcomes(self._outcomes, self._under_way, patience_s)
         self._under_way -= len(outcomes)
         return outcomes
 

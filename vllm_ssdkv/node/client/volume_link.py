@@ -58,6 +58,7 @@ class VolumeLink:
         peer: The node.
         on_change: Called with True when volumes are to be had, and with False when the node is
             gone, by threads of the link; they must not block, and not call the link.
+        on_caught_up: Called with the number of a drive that was late and is no more; likewise.
 
     Example:
         link = VolumeLink(peer, counters, "Qwen/Qwen3-8B", deadline_s=10.0)
@@ -76,6 +77,7 @@ class VolumeLink:
         """
         self.peer = peer
         self.on_change: list[Callable[[bool], None]] = []
+        self.on_caught_up: list[Callable[[int], None]] = []
         self._model, self._deadline_s = model, deadline_s
         self._link = NodeLink(peer, counters, with_bytes=True, opened=self._opened)
         self._drives: list[Drive] = []
@@ -181,6 +183,7 @@ class VolumeLink:
             window=opened.window,
             deadline_s=self._deadline_s,
             over=self._over,
+            caught_up=self._drive_caught_up,
         )
         with self._lock:
             if self._closed:
@@ -192,12 +195,15 @@ class VolumeLink:
             for tell in self.on_change:
                 tell(True)
 
+    def _drive_caught_up(self, drive: int) -> None:
+        for tell in self.on_caught_up:
+            tell(drive)
+
     def _over(self, wire: VolumeWire) -> None:
         with self._lock:
-            if wire is not self._wire:
+            if self._closed or wire is not self._wire:
                 return
-            if not self._closed:
-                logger.error("ssdkv: the node %s is gone", self.peer.address)
+            logger.error("ssdkv: the node %s is gone", self.peer.address)
             for tell in self.on_change:
                 tell(False)
 

@@ -8,7 +8,6 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -21,6 +20,7 @@ from vllm_ssdkv.node.client.session import Session
 from vllm_ssdkv.node.protocol.channel import Channel, Frame
 from vllm_ssdkv.node.protocol.messages import MoveBytes, Moved, pack, unpack
 from vllm_ssdkv.store.io.engines.protocol import Op
+from vllm_ssdkv.store.io.engines.reads_first import ReadsFirst
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +39,20 @@ SILENCES: Final = 4
 LEAST_SILENCE_S: Final = 2.0
 
 _LATE: Final = 0.9
-"""Part of the deadline after which a session ends that has not answered: whoever waits for a batch
-finds its requests failed before the deadline, and its memory free."""
+"""Share of the deadline after which a part fails, and after which a session ends that has answered
+nothing: whoever waits for a batch finds it failed before the deadline, and its memory free."""
 
-_READS_PER_WRITE: Final = 32
+_UNSENT: Final = 0.7
+"""Share of the deadline after which a part is not sent any more: its answer would be late."""
+
+_LAST: Final = 0.95
+"""Share of the deadline until which bytes may move that began to in time."""
+
 _LOOK_S: Final = 0.25
-"""Pause between looks at what has been asked for longest, in seconds."""
+"""Longest pause between looks at what is late, in seconds."""
+
+_LOOKS: Final = 40
+"""Looks within a deadline, at least."""
 
 
 class Ended(Protocol):
@@ -66,6 +74,7 @@ class WirePart:
         buffers: Offset of each stretch in the arena, [n].
         ended: Called once, from any thread.
         asked: When it was submitted, of the monotonic clock.
+        over: It has failed, and its answer is for nobody.
     """
 
     op: Op
@@ -76,6 +85,7 @@ class WirePart:
     ended: Ended
     asked: float
     nbytes: int = field(init=False)
+    over: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.nbytes = int(self.lengths.sum())
@@ -89,30 +99,29 @@ class WirePart:
 class _Lane:
     """One drive: what waits for it, and how many bytes are under way."""
 
-    reads: deque[WirePart] = field(default_factory=deque)
-    writes: deque[WirePart] = field(default_factory=deque)
-    reads_in_row: int = 0
+    waiting: ReadsFirst[WirePart] = field(default_factory=ReadsFirst)
     under_way: int = 0
+    late: bool = False
+    """Something failed for it was late, and the drive has not answered all since."""
 
     def next(self, most: int) -> WirePart | None:
         """Take what is to be sent now; None: nothing."""
-        late = bool(self.writes) and self.reads_in_row >= _READS_PER_WRITE
-        if not (self.reads or self.writes):
+        if not self.waiting:
             return None
-        waiting = self.writes if late or not self.reads else self.reads
-        if self.under_way and self.under_way + waiting[0].nbytes > most:
+        if self.under_way and self.under_way + self.waiting.peek().nbytes > most:
             return None
-        self.reads_in_row = self.reads_in_row + 1 if waiting is self.reads else 0
-        part = waiting.popleft()
+        part = self.waiting.take()
         self.under_way += part.nbytes
         return part
 
 
 class VolumeWire:
-    """One session's traffic, by a thread that sends and one that receives.
+    """One session's traffic, by a thread that sends, one that receives, and one that looks what is
+    late.
 
-    Any thread submits. When the session ends all that is under way fails at once; nothing comes
-    into the arena afterwards.
+    Any thread submits. The drives take turns. A part that is late fails alone, while other answers
+    come: what still comes for it is forgotten. When none comes the session ends, and all that is
+    under way fails at once; nothing comes into the arena afterwards.
 
     Example:
         wire = VolumeWire(session, channel, memory, drives=2, window=1 << 24, deadline_s=10.0,
@@ -130,6 +139,7 @@ class VolumeWire:
         window: int,
         deadline_s: float,
         over: Callable[[VolumeWire], None],
+        caught_up: Callable[[int], None] = lambda _: None,
     ):
         """
         Args:
@@ -140,17 +150,28 @@ class VolumeWire:
             window: Bytes that may be asked of each drive at a time.
             deadline_s: Of each request.
             over: Called once when the session has ended, before what is under way fails.
+            caught_up: Called with the number of a drive that was late, as soon as it has answered
+                everything. Must not block.
         """
         self.session, self._channel = session, channel
         self._memory = memory.data
         self._most = window // 2
-        self._deadline_s, self._on_over = deadline_s, over
+        self._deadline_s, self._on_over, self._caught_up = deadline_s, over, caught_up
         self._lanes = [_Lane() for _ in range(drives)]
+        self._turn = 0
         self._pending: dict[int, WirePart] = {}
+        """Parts that were sent, by number of their frame."""
+        self._heard = 0.0
+        """When the last answer came, or the first part was sent that has none."""
+        self._sending: WirePart | None = None
+        self._arriving: WirePart | None = None
+        """Parts whose memory a thread of this has in use: these do not fail alone."""
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
         self.over = False
         self._credit = CREDIT
+        self._ended = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="ssdkv-volume-watch", daemon=True)
         self._sender = threading.Thread(
             target=self._send_all, name="ssdkv-volume-send", daemon=True
         )
@@ -159,10 +180,11 @@ class VolumeWire:
         )
 
     def start(self) -> None:
-        """Start both threads, once."""
+        """Start the threads, once."""
         beat_s = self.session.welcome.beat_s
         self._channel.silence_s = max(LEAST_SILENCE_S, SILENCES * beat_s)
         self._channel.grant(CREDIT)
+        self._watcher.start()
         self._sender.start()
         self._receiver.start()
 
@@ -172,8 +194,7 @@ class VolumeWire:
             over = self.over
             if not over:
                 for part in parts:
-                    lane = self._lanes[part.drive]
-                    (lane.writes if part.op is Op.WRITE else lane.reads).append(part)
+                    self._lanes[part.drive].waiting.put(part.op, part)
                 self._changed.notify_all()
         if over:
             for part in parts:
@@ -184,7 +205,7 @@ class VolumeWire:
         self.session.end()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the end of both threads; False when it did not come in time."""
+        """Wait for the end of all threads; False when it did not come in time."""
         self._receiver.join(timeout_s)
         return not self._receiver.is_alive()
 
@@ -203,32 +224,81 @@ class VolumeWire:
     def _next(self) -> tuple[int, WirePart] | None:
         """The next frame, with its number; None: the session is over."""
         with self._changed:
+            self._sending = None
             while not self.over:
-                for lane in self._lanes:
-                    part = lane.next(self._most)
-                    if part is not None:
-                        number = next(self._numbers)
-                        self._pending[number] = part
-                        return number, part
-                self._check_deadline()
-                self._changed.wait(_LOOK_S)
+                part = self._next_part()
+                if part is not None:
+                    if not self._pending:
+                        self._heard = time.monotonic()
+                    number = next(self._numbers)
+                    self._pending[number] = self._sending = part
+                    return number, part
+                self._changed.wait()
         return None
 
-    def _check_deadline(self) -> None:
-        """End a session that does not answer. The lock is held."""
-        oldest = min((part.asked for part in self._pending.values()), default=None)
-        if oldest is not None and time.monotonic() - oldest > _LATE * self._deadline_s:
-            logger.error(
-                "ssdkv: the node %s does not answer within %g s",
-                self.session.peer.address,
-                _LATE * self._deadline_s,
-            )
-            self.session.end()
+    def _next_part(self) -> WirePart | None:
+        """The part to send: each drive that has any in its turn. The lock is held."""
+        drives = len(self._lanes)
+        for i in range(self._turn, self._turn + drives):
+            part = self._lanes[i % drives].next(self._most)
+            if part is not None:
+                self._turn = (i + 1) % drives
+                return part
+        return None
 
     def _send(self, number: int, part: WirePart) -> None:
         payload = list(self._views(part)) if part.op is Op.WRITE else []
         message = MoveBytes(part.drive, part.op is Op.WRITE, pack(part.offsets), pack(part.lengths))
-        self._channel.send(message, payload, call_id=number, timeout=SEND_S)
+        timeout = min(SEND_S, self._left_s(part))
+        self._channel.send(message, payload, call_id=number, timeout=timeout)
+
+    def _left_s(self, part: WirePart) -> float:
+        """Seconds for which bytes of a part may move."""
+        left_s = part.asked + _LAST * self._deadline_s - time.monotonic()
+        return max(left_s, (1 - _LAST) * self._deadline_s)
+
+    # ---- the thread that looks what is late ----
+
+    def _watch(self) -> None:
+        pause_s = min(_LOOK_S, self._deadline_s / _LOOKS)
+        while not self._ended.wait(pause_s):
+            late = self._take_late()
+            if late:
+                logger.warning(
+                    "ssdkv: the node %s is late: %d frame(s) of its volumes fail",
+                    self.session.peer.address,
+                    len(late),
+                )
+            for part in late:
+                part.fail(errno.ETIMEDOUT)
+
+    def _take_late(self) -> list[WirePart]:
+        """Parts that must fail now; ends a session that answers nothing."""
+        now = time.monotonic()
+        limit = now - _LATE * self._deadline_s
+        with self._changed:
+            if self.over:
+                return []
+            if self._pending and self._heard < limit:
+                logger.error(
+                    "ssdkv: the node %s does not answer within %g s",
+                    self.session.peer.address,
+                    _LATE * self._deadline_s,
+                )
+                self.session.end()
+                return []
+            in_use = self._sending, self._arriving
+            late = [
+                part
+                for part in self._pending.values()
+                if part.asked < limit and not part.over and part not in in_use
+            ]
+            unsent = now - _UNSENT * self._deadline_s
+            for lane in self._lanes:
+                late += lane.waiting.take_while(lambda part: part.asked < unsent)
+            for part in late:
+                part.over = self._lanes[part.drive].late = True
+        return late
 
     def _views(self, part: WirePart, lengths: I64 | None = None) -> list[memoryview]:
         """Memory of a part's stretches, neighbours as one."""
@@ -258,6 +328,8 @@ class VolumeWire:
     def _take(self, frame: Frame) -> None:
         with self._changed:
             part = self._pending.get(frame.call_id)
+            wanted = part is not None and not part.over
+            self._arriving = part
         message = frame.message
         if part is None or not isinstance(message, Moved) or not frame.is_answer:
             raise ProtocolError("answer", f"{self._channel.peer} answered what nobody asked for")
@@ -268,16 +340,27 @@ class VolumeWire:
         if wrong or frame.payload_bytes != expected:
             raise ProtocolError("answer", f"{self._channel.peer} answered with other stretches")
         if expected:
-            self._channel.receive_payload(self._views(part, moved), self._deadline_s)
+            if wanted:
+                self._channel.receive_payload(self._views(part, moved), self._left_s(part))
+            else:
+                self._channel.discard_payload(self._deadline_s)
             self._credit -= expected
             if self._credit < CREDIT // 2:
                 self._channel.grant(CREDIT - self._credit)
                 self._credit = CREDIT
         with self._changed:
             del self._pending[frame.call_id]
-            self._lanes[part.drive].under_way -= part.nbytes
+            self._arriving = None
+            self._heard = time.monotonic()
+            lane = self._lanes[part.drive]
+            lane.under_way -= part.nbytes
+            caught_up = lane.late and not lane.under_way and not lane.waiting
+            lane.late = lane.late and not caught_up
             self._changed.notify_all()
-        part.ended(part, results)
+        if wanted:
+            part.ended(part, results)
+        if caught_up:
+            self._caught_up(part.drive)
 
     def _finish(self) -> None:
         """Fail what is under way; the last deed of the session."""
@@ -285,10 +368,12 @@ class VolumeWire:
         with self._changed:
             self.over = True
             self._changed.notify_all()
+        self._ended.set()
         self._sender.join()  # it may still read what is to be written
-        left = [*self._pending.values()]
+        self._watcher.join()
+        left = [part for part in self._pending.values() if not part.over]
         for lane in self._lanes:
-            left += [*lane.reads, *lane.writes]
+            left += lane.waiting.take_while(lambda _: True)
         with contextlib.suppress(Exception):
             self._on_over(self)
         for part in left:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -96,6 +97,7 @@ class Channel:
         self._grants = threading.Lock()
         self._pulse: Pulse | None = None
         self._closed = False
+        self._ends_on_error = _EndsOnError(self)
 
     def handshake(self, timeout: float) -> None:
         """Exchange keys where the channel has TLS; nothing elsewhere.
@@ -105,7 +107,7 @@ class Channel:
             NodeGoneError: the other side does not answer, or speaks no TLS.
         """
         if isinstance(self._stream, TlsStream):
-            with self._aborts_on_error():
+            with self._ends_on_error:
                 self._stream.handshake(time.monotonic() + timeout)
 
     def agree(self, version: int, limits: FrameLimits) -> None:
@@ -147,7 +149,7 @@ class Channel:
             body_bytes=len(body),
             payload_bytes=payload_bytes,
         )
-        with self._aborts_on_error():
+        with self._ends_on_error:
             if payload_bytes:
                 self.credits.take(payload_bytes, deadline=deadline)
             self._outgoing.send(header, [memoryview(body), *views], descriptors, deadline)
@@ -161,7 +163,7 @@ class Channel:
         body = _cut(reason)
         flags = Flag.ANSWER | Flag.ERROR
         header = Header(_FAILED, flags=flags, call_id=call_id, body_bytes=len(body))
-        with self._aborts_on_error():
+        with self._ends_on_error:
             self._outgoing.send(header, [memoryview(body)], (), time.monotonic() + timeout)
 
     def receive(self, timeout: float | None) -> Frame:
@@ -183,7 +185,7 @@ class Channel:
         if timeout is None and self.silence_s is None:
             raise ValueError("a wait needs a deadline: a timeout, or silence_s of the channel")
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._aborts_on_error():
+        with self._ends_on_error:
             while True:
                 header, descriptors = self._receive_header(self._begin_by(deadline))
                 body = bytearray(header.body_bytes)
@@ -193,8 +195,8 @@ class Channel:
                 self._obey(header, body)
 
     def _begin_by(self, deadline: float | None) -> float:
-        silence = None if self.silence_s is None else time.monotonic() + self.silence_s
-        return min(time for time in (deadline, silence) if time is not None)
+        silence = math.inf if self.silence_s is None else time.monotonic() + self.silence_s
+        return silence if deadline is None else min(deadline, silence)
 
     def _receive_header(self, begin_by: float) -> tuple[Header, list[int]]:
         """Receive and check a header, and the descriptors that come with it."""
@@ -228,6 +230,8 @@ class Channel:
                 "files",
                 f"a frame came with {len(descriptors)} descriptors and says {header.descriptors}",
             )
+        if not header.payload_bytes:
+            return
         with self._grants:
             if header.payload_bytes > self._granted:
                 raise ProtocolError(
@@ -309,7 +313,7 @@ class Channel:
                 f"{self._payload_left}"
             )
         deadline = time.monotonic() + timeout
-        with self._aborts_on_error():
+        with self._ends_on_error:
             for view in views:
                 self._fill(view, deadline)
         self._payload_left = 0
@@ -318,7 +322,7 @@ class Channel:
         """Receive the payload of the last frame and forget it."""
         scratch = memoryview(bytearray(min(self._payload_left, _SCRATCH_BYTES)))
         deadline = time.monotonic() + timeout
-        with self._aborts_on_error():
+        with self._ends_on_error:
             while self._payload_left:
                 part = scratch[: self._payload_left]
                 self._fill(part, deadline)
@@ -392,17 +396,25 @@ class Channel:
                 self._pulse = Pulse(self._outgoing, self.peer)
             return self._pulse
 
-    @contextlib.contextmanager
-    def _aborts_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except ProtocolError:
-            # The socket stays open for the reason.
-            self.credits.close()
-            raise
-        except NodeError:
-            self.abort()
-            raise
+
+class _EndsOnError:
+    """Ends a channel where an error leaves a ``with`` of this. Made once: frames cost less so."""
+
+    __slots__ = ("_channel",)
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            return
+        if issubclass(kind, ProtocolError):
+            self._channel.credits.close()  # the socket stays open for the reason
+        elif issubclass(kind, NodeError):
+            self._channel.abort()
 
 
 _FAILED = kind_of(Done())

@@ -80,6 +80,7 @@ class PlainStream:
     def __init__(self, sock: socket.socket, peer: str) -> None:
         sock.setblocking(False)
         self._socket = sock
+        self._takes_descriptors = sock.family == socket.AF_UNIX
         self._peer = peer
         self._waits = _Waits(sock, peer)
 
@@ -104,7 +105,7 @@ class PlainStream:
             raise _gone(self._peer, error) from error
 
     def receive_first(self, into: memoryview) -> tuple[int, list[int]]:
-        if self._socket.family != socket.AF_UNIX:
+        if not self._takes_descriptors:
             return self.receive(into), []
         try:
             count, control, _, _ = self._socket.recvmsg_into(

@@ -7,7 +7,6 @@ and which are a row's context; a call names a layer and rows, and sends queries.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ from vllm_ssdkv.node.protocol.messages import (
 )
 from vllm_ssdkv.node.server.attention_bounds import AttendBounds, BoundedCache, ToldRows, cut
 from vllm_ssdkv.node.server.attention_pages import Fetch, NodePages, ToldBlocks
+from vllm_ssdkv.node.server.openmp import team_threads
 from vllm_ssdkv.node.server.volumes import VolumeSet
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
@@ -197,6 +197,31 @@ class _Selection:
             raise ProtocolError("body", "masks are not those of the selected pages")
 
 
+class _Constants:
+    """Arrays that are alike in all calls, made once: a small call costs little more than these.
+
+    Attributes:
+        numbers: 0, 1, 2, ... as int32.
+        far: Positions behind all contexts.
+        zeros: Of int64.
+    """
+
+    __slots__ = ("far", "numbers", "zeros")
+
+    def __init__(self) -> None:
+        self._make(0)
+
+    def grow(self, length: int) -> None:
+        """Have at least so many entries of each."""
+        if length > len(self.zeros):
+            self._make(2 * length)
+
+    def _make(self, length: int) -> None:
+        self.numbers = np.arange(length, dtype=np.int32)
+        self.far = np.full(length, _FAR, dtype=np.int64)
+        self.zeros = np.zeros(length, dtype=np.int64)
+
+
 class NodeAttention:
     """Attends to pages of one worker's volumes. One thread at a time.
 
@@ -232,6 +257,7 @@ class NodeAttention:
             raise ProtocolError("body", str(error)) from error
         self._geometry = geometry
         self._query_bytes = shape.query_heads * shape.head_size * item
+        self._constants = _Constants()
         self._code = getattr(_kernels, shape.dtype.upper())
         self.bounds = AttendBounds.of(geometry, shape.slots, shape.page_tokens, nbytes)
         self._told = ToldBlocks(geometry, shape.slots, self.bounds.blocks, volumes)
@@ -419,8 +445,9 @@ class NodeAttention:
             address = address[which]
             masks = None if masks is None else masks[which]
         began = time.perf_counter()
-        shape, queries = self._shape, part.queries
+        shape, queries, constants = self._shape, part.queries, self._constants
         count, heads = queries.m.shape
+        constants.grow(max(count, len(address)))
         _kernels.attend_pages(
             queries.data.ctypes.data,
             self._code,
@@ -429,12 +456,12 @@ class NodeAttention:
             queries.m,
             queries.total,
             queries.acc,
-            np.arange(count, dtype=np.int32),
-            np.full(count, _FAR, dtype=np.int64),
+            constants.numbers[:count],
+            constants.far[:count],
             part.per_query(begin),
             part.per_query(end),
             address,
-            np.zeros(len(address), dtype=np.int64),
+            constants.zeros[: len(address)],
             masks,
             shape.page_tokens,
             shape.kv_heads,
@@ -609,7 +636,7 @@ class AttentionLink:
                 shape,
                 self._volumes,
                 nbytes=config.attend_bytes(),
-                threads=config.attend_threads or max(1, (os.cpu_count() or 1) // 2),
+                threads=team_threads(config.attend_threads),
                 deadline_s=self._volumes.deadline_s,
             )
         except ProtocolError:

@@ -14,7 +14,6 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -36,9 +35,9 @@ from vllm_ssdkv.store.io.engines.protocol import (
     latency_bound,
     zero_totals,
 )
+from vllm_ssdkv.store.io.engines.reads_first import ReadsFirst
 
 _ALIGN = 4096
-_READS_PER_WRITE = 32
 _MAX_QUEUE_DEPTH = 1024
 
 
@@ -97,19 +96,8 @@ class Device(Generic[Memory]):
 
     fd: int
     threads: DaemonExecutor
-    reads: deque[Request[Memory]] = field(default_factory=deque)
-    writes: deque[Request[Memory]] = field(default_factory=deque)
-    reads_in_row: int = 0
+    waiting: ReadsFirst[Request[Memory]] = field(default_factory=ReadsFirst)
     in_flight: int = 0
-
-    def next(self) -> Request[Memory]:
-        """Take what is to start; something waits."""
-        late = self.writes and self.reads_in_row >= _READS_PER_WRITE
-        if self.reads and not late:
-            self.reads_in_row += 1 if self.writes else 0
-            return self.reads.popleft()
-        self.reads_in_row = 0
-        return self.writes.popleft()
 
 
 class Transfers(ABC, Generic[Memory]):
@@ -163,10 +151,8 @@ class Transfers(ABC, Generic[Memory]):
                 zip(device.tolist(), offset.tolist(), length.tolist(), buffer.tolist(), strict=True)
             ):
                 memory = self._memory[place : place + size]
-                queues = self._devices[which]
-                (queues.writes if op else queues.reads).append(
-                    Request(batch, index, Op(op), at, memory)
-                )
+                request = Request(batch, index, Op(op), at, memory)
+                self._devices[which].waiting.put(request.op, request)
                 self._totals[f"{Op(op).name.lower()}_submitted.{which}"] += 1
             self._outstanding += len(device)
             self._loop.call_soon_threadsafe(self._start)
@@ -206,19 +192,17 @@ class Transfers(ABC, Generic[Memory]):
 
     def _cancel_waiting(self) -> None:
         for number, device in enumerate(self._devices):
-            for request in (*device.reads, *device.writes):
+            for request in device.waiting.take_while(lambda _: True):
                 self._end(number, request, -errno.ECANCELED, 0)
-            device.reads.clear()
-            device.writes.clear()
 
     def _start(self) -> None:
         with self._lock:
             for number, device in enumerate(self._devices):
-                while device.in_flight < self._queue_depth and (device.reads or device.writes):
+                while device.in_flight < self._queue_depth and device.waiting:
                     device.in_flight += 1
                     self._totals[f"depth_{depth_bound(device.in_flight)}.{number}"] += 1
                     self._totals[f"depth_sum.{number}"] += device.in_flight
-                    task = self._loop.create_task(self._run(number, device.next()))
+                    task = self._loop.create_task(self._run(number, device.waiting.take()))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
 
