@@ -12,15 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from tests.node.process import NodeProcess
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SelectorName
 from vllm_ssdkv.config.offload import OffloadConfig
+from vllm_ssdkv.node.client.attention import AttentionWire
+from vllm_ssdkv.node.client.session import Session
 from vllm_ssdkv.node.protocol.credentials import make_keys
+from vllm_ssdkv.node.protocol.messages import AttendRoom, AttendShape
 from vllm_ssdkv.offload.node import NodeOffloader
 from vllm_ssdkv.profiling.decode_harness.decoder import PagedDecoder
 from vllm_ssdkv.profiling.decode_harness.models import make_model, small_config
@@ -31,6 +36,9 @@ from vllm_ssdkv.profiling.decode_harness.tokens import (
     config_of,
     prompts,
 )
+
+I64 = NDArray[np.int64]
+U64 = NDArray[np.uint64]
 
 HEAD_SIZE = 16
 LITTLE_DRAM = 5 / 1024
@@ -127,7 +135,7 @@ def test_the_same_comes_out(
     assert there.tokens == without.tokens
     torch.testing.assert_close(there.logits, without.logits, atol=2e-4, rtol=2e-4)
     assert there.counters.total("offload_tickets") > 0
-    for cause in ("error", "answer", "deadline"):
+    for cause in ("error", "answer", "deadline", "room"):
         assert there.counters.total("offload_failures", cause=cause) == 0
 
 
@@ -210,3 +218,64 @@ def garble(path: Path) -> None:
             if any(page):
                 file.seek(at)
                 file.write(bytes([page[0] ^ 0xFF]))
+
+
+@pytest.mark.parametrize(
+    ("selector", "room"),
+    [
+        pytest.param("exact", AttendRoom(1, 100), id="blocks"),
+        pytest.param("exact", AttendRoom(100, 1), id="rows"),
+        pytest.param("bounds", AttendRoom(3, 5), id="both"),
+    ],
+)
+def test_nodes_with_little_room_attend_to_what_fits(
+    selector: SelectorName,
+    room: AttendRoom,
+    without_nodes: Callable[[SelectorName], Decoded],
+    nodes: list[NodeProcess],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rest is read. No node is told of more than it has room for."""
+    told: dict[AttentionWire, tuple[set[int], dict[int, int]]] = {}
+    peaks = [0, 0]
+    real = AttentionWire.open, AttentionWire.tell_blocks, AttentionWire.tell_row
+
+    def opened(session: Session, shape: AttendShape, timeout: float) -> AttentionWire:
+        wire = real[0](session, shape, timeout)
+        wire.room = room
+        told[wire] = set(), {}
+        return wire
+
+    def tell_blocks(
+        wire: AttentionWire, slots: I64, places: I64, digests: U64, timeout: float
+    ) -> None:
+        told[wire][0].update(slots.tolist())
+        peaks[0] = max(peaks[0], len(told[wire][0]))
+        real[1](wire, slots, places, digests, timeout)
+
+    def tell_row(wire: AttentionWire, row: int, keep: int, slots: I64, timeout: float) -> None:
+        told[wire][1][row] = keep + len(slots)
+        peaks[1] = max(peaks[1], sum(told[wire][1].values()))
+        real[2](wire, row, keep, slots, timeout)
+
+    forget = AttentionWire.forget
+
+    def forgets(wire: AttentionWire, slots: I64, rows: Sequence[int], timeout: float) -> None:
+        told[wire][0].difference_update(slots.tolist())
+        for row in rows:
+            told[wire][1].pop(row, None)
+        forget(wire, slots, rows, timeout)
+
+    monkeypatch.setattr(AttentionWire, "open", opened)
+    monkeypatch.setattr(AttentionWire, "tell_blocks", tell_blocks)
+    monkeypatch.setattr(AttentionWire, "tell_row", tell_row)
+    monkeypatch.setattr(AttentionWire, "forget", forgets)
+    there = decoded(tmp_path / "state", selector, nodes)
+    assert there.tokens == without_nodes(selector).tokens
+    assert there.counters.total("offload_tickets") > 0
+    assert 0 < peaks[0] <= room.blocks
+    assert 0 < peaks[1] <= room.listed
+    # Each node is told of once, however many steps it has no room in.
+    assert 1 <= there.counters.total("offload_failures", cause="room") <= len(nodes)
+    assert there.counters.total("offload_failures", cause="error") == 0

@@ -18,7 +18,7 @@ from tests.node.protocol.linked import Ends, linked
 from vllm_ssdkv.base.errors import NodeGoneError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.node.client.attention import AttentionWire
-from vllm_ssdkv.node.protocol.messages import Attend, AttendShape, pack
+from vllm_ssdkv.node.protocol.messages import Attend, AttendRoom, AttendShape, pack
 from vllm_ssdkv.offload.node import NodeWires
 from vllm_ssdkv.offload.node_blocks import NodeBlocks
 
@@ -46,13 +46,13 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[End
     with ExitStack() as stack:
 
         def connect(session: object, shape: AttendShape, timeout: float) -> AttentionWire:
-            del session, timeout
+            del session, shape, timeout
             if found and isinstance(found[-1], Exception):
                 raise found.pop()
             place = tmp_path / str(len(found))
             place.mkdir()
             found.append(stack.enter_context(linked("unix", place, place)))
-            return AttentionWire(found[-1].engine, shape)
+            return AttentionWire(found[-1].engine, AttendRoom(100, 100))
 
         monkeypatch.setattr(AttentionWire, "open", connect)
         yield found

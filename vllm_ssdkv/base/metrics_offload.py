@@ -68,8 +68,9 @@ OFFLOAD_METRICS: Final[tuple[Metric, ...]] = (
         "offload_failures",
         "failures",
         "Times that the device raised an error, answered with something else than was asked for, "
-        "or made no progress until its deadline. The work was done without it.",
-        Label("cause", ("error", "answer", "deadline")),
+        "or made no progress until its deadline; or, once for a connection, that a node had no "
+        "room for blocks. The work was done without it.",
+        Label("cause", ("error", "answer", "deadline", "room")),
     ),
     counter(
         "offload_bytes",

@@ -190,7 +190,8 @@ class NodeConfig(OptionModel):
             le=MAX_DRAM_GIB,
             description='Memory of each worker of an engine with `offload` `{"kind": "node"}` for '
             "pages that are attended to here: those that were read last stay. It comes on top of "
-            "`dram_gib`.",
+            "`dram_gib`, and half as much again, at least 32 MiB, for what the engine tells of its "
+            "contexts and for calls.",
         ),
         BeforeValidator(gib_or_none, json_schema_input_type=float | str | None),
         Reason("null: a quarter of `dram_gib`."),

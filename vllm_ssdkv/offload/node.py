@@ -259,7 +259,7 @@ class NodeOffloader:
         self._wires = NodeWires(drives.links, shape, counters)
         self._blocks = NodeBlocks(store.files, store.checksums, drives, slots)
         self._now = NodeCounts()
-        for cause in ("error", "deadline"):
+        for cause in ("error", "deadline", "room"):
             counters.add("offload_failures", 0, cause=cause)
         self._told_in_use = -1
 
@@ -286,9 +286,22 @@ class NodeOffloader:
         while True:
             wires = self._wires.current()
             try:
-                return self._blocks.locate(slots, row, names, wires, self._deadline_s)
+                found = self._blocks.locate(slots, row, names, wires, self._deadline_s)
             except NodeFailedError as error:
                 self._fail(error.node, wires[error.node], error)
+                continue
+            for node in self._blocks.full_nodes():
+                self._count_full(node, wires[node])
+            return found
+
+    def _count_full(self, node: int, wire: AttentionWire | None) -> None:
+        self._counters.add("offload_failures", cause="room")
+        logger.warning(
+            "ssdkv: offload: the node %s has room for %d blocks of contexts: others are read, and "
+            "attended to here",
+            self._links[node].peer.address,
+            0 if wire is None else wire.room.blocks,
+        )
 
     def call(
         self,
@@ -395,6 +408,7 @@ class NodeOffloader:
 
     def count_step(self) -> None:
         """A step with contexts has ended."""
+        self._blocks.end_step()
         now, self._now = self._now, NodeCounts()
         self._counters.add("offload_steps", by="device" if now.contexts else "step")
         self._counters.add_keyed(KEYS, now.gains)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv.base.errors import NodeError, NodeFailedError
 from vllm_ssdkv.node.client.attention import AttentionWire
 from vllm_ssdkv.node.client.node_drives import NodeDrives
-from vllm_ssdkv.node.protocol.messages import pack
+from vllm_ssdkv.node.protocol.messages import MAX_ROWS, pack
 from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES
 from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
 from vllm_ssdkv.store.io.slot_io import SlotIO
@@ -24,8 +24,6 @@ HERE: Final = -1
 """Node of a page that no node attends to: it is read, and attended to here."""
 
 _OFFSET_BITS: Final = 48
-_MOST_ROWS: Final = 4096
-"""Rows that a node knows, at most: those that were seen last stay."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,13 +94,74 @@ class NodePart:
 
 @dataclass(slots=True)
 class _Lists:
-    """Rows that one node was told."""
+    """Rows that one node was told, and what it is to be told.
+
+    Attributes:
+        slots: Of the blocks of each row, by its number; those that were seen last are last.
+        listed: Blocks of all of them.
+        used: Numbers of those that the step has.
+        void: Slots that the node is to forget.
+        void_rows: Rows that it is to forget.
+        full: Slots for which it had no room; None: it had room for all.
+        said: Connection for which that was said.
+    """
 
     slots: dict[int, I64] = field(default_factory=dict)
+    listed: int = 0
+    used: set[int] = field(default_factory=set)
+    void: list[I64] = field(default_factory=list)
+    void_rows: list[int] = field(default_factory=list)
+    full: set[int] | None = None
+    said: AttentionWire | None = None
+
+    def had_no_room(self, slots: I64) -> None:
+        """Note that the node had no room for these, or for rows."""
+        self.full = (self.full or set()).union(slots.tolist())
+
+    def follow(self, told: I64, *, same: bool) -> None:
+        """Forget what the node was told, which are these slots; over the ``same`` connection it is
+        to forget them, too."""
+        rows = list(self.slots)
+        self.slots, self.listed, self.full = {}, 0, None
+        self.used.clear()
+        if not same:
+            self.void, self.void_rows = [], []
+            return
+        self.void_rows += rows
+        if len(told):
+            self.void.append(told)
+
+    def get(self, number: int) -> I64 | None:
+        """Blocks of a row, which the step has."""
+        found = self.slots.pop(number, None)
+        if found is not None:
+            self.slots[number] = found
+        self.used.add(number)
+        return found
+
+    def put(self, number: int, slots: I64) -> None:
+        """The node knows these blocks of a row."""
+        self.listed += len(slots) - len(self.slots.pop(number, ()))
+        self.slots[number] = slots
+
+    def make_room(self, more: int, most: int) -> tuple[list[int], bool]:
+        """Drop rows that the step has not, so that ``more`` blocks keep to ``most``: these rows,
+        and whether they do."""
+        dropped: list[int] = []
+        for number in list(self.slots):
+            if self.listed + more <= most:
+                break
+            if number not in self.used:
+                self.listed -= len(self.slots.pop(number))
+                dropped.append(number)
+        return dropped, self.listed + more <= most
 
 
 class NodeBlocks:
     """See the module. Used by the thread of the forward pass.
+
+    A node remembers a number of blocks, which it tells. Those that no row of the step has make
+    room, the ones that were seen longest ago first; blocks for which there is none are read.
 
     Example:
         blocks = NodeBlocks(files, checksums, drives, slots=1000)
@@ -118,9 +177,11 @@ class NodeBlocks:
         self.version = 0
         """Changes when blocks are placed otherwise."""
         self._wires: list[AttentionWire | None] = [None] * len(drives.links)
-        self.clear()
+        self._lists = [_Lists() for _ in drives.links]
+        self._step = 0
+        self._clear()
 
-    def clear(self) -> None:
+    def _clear(self) -> None:
         """Forget all, as if no node had been told anything."""
         pages = self._files.geometry.kv_pages
         self.version += 1
@@ -131,18 +192,47 @@ class NodeBlocks:
         self._node = np.full((64, pages), HERE, dtype=np.int8)
         self._nodes = np.zeros(64, dtype=np.uint64)
         self._whole = np.zeros(64, dtype=np.bool_)
-        self._lists = [_Lists() for _ in self._wires]
+        self._slot_of = np.full(64, -1, dtype=np.int64)
+        self._seen = np.full(64, -1, dtype=np.int64)
         self._numbers: dict[str, int] = {}
-        self._void: list[I64] = []
 
     def reclaim(self, slots: I64) -> None:
         """These slots get other bytes, or other copies of them are to be attended to."""
         known = np.unique(slots[self._row_of[slots] != 0])
         if len(known):
-            self._free.extend(self._row_of[known].tolist())
+            rows = self._row_of[known]
+            self._free.extend(rows.tolist())
+            self._nodes[rows] = 0
             self._row_of[known] = 0
-            self._void.append(known)
+            for lists in self._lists:
+                lists.void.append(known)
             self.version += 1
+
+    def end_step(self) -> None:
+        """A step has ended: its blocks may make room for others. Those that had none are tried
+        again where there is some."""
+        for node, lists in enumerate(self._lists):
+            lists.used.clear()
+            wire, told = self._wires[node], self._told(node)
+            if wire is None or lists.full is None:
+                continue
+            if np.count_nonzero(self._seen[told] == self._step) < wire.room.blocks:
+                tried, lists.full = lists.full, None
+                self.reclaim(np.array(sorted(tried), dtype=np.int64))
+        self._step += 1
+
+    def full_nodes(self) -> list[int]:
+        """Nodes that had no room for blocks, each once for its connection."""
+        found = []
+        for node, lists in enumerate(self._lists):
+            if lists.full is not None and lists.said is not self._wires[node]:
+                lists.said = self._wires[node]
+                found.append(node)
+        return found
+
+    def _told(self, node: int) -> NDArray[np.intp]:
+        """Rows of the table that a node was told."""
+        return np.flatnonzero(self._nodes & np.uint64(1 << node))
 
     def devices_of(self, slots: I64, numbers: I64, node: int) -> I64:
         """Device of the copy of each page, [n], that ``node`` was told; -1: none any more."""
@@ -171,40 +261,50 @@ class NodeBlocks:
         """
         self._follow(wires)
         self._tell_void(timeout)
+        self._seen[self._row_of[slots]] = self._step  # none of these makes room
         unknown = np.unique(slots[self._row_of[slots] == 0])
         if len(unknown):
             self._place(unknown, timeout)
         table = self._row_of[slots]
+        self._seen[table] = self._step
         parts: dict[int, NodePart] = {}
-        nodes = self._nodes[table]
+        nodes, of_pages = self._nodes[table], self._node[table]
+        whole = bool(self._whole[table].all())
         for node, wire in enumerate(self._wires):
             if wire is None:
                 continue
             which = np.flatnonzero(nodes & np.uint64(1 << node))
-            if len(which):
-                parts[node] = self._tell_rows(node, wire, which, slots, row, names, timeout)
-        whole = bool(self._whole[table].all())
-        return RowBlocks(slots, row, self._node[table], whole, parts, self.version)
+            if not len(which):
+                continue
+            part = self._tell_rows(node, wire, which, slots, row, names, timeout)
+            if len(part.rows):
+                parts[node] = part
+            if len(part.which) < len(which):  # rows for which the node has no room
+                left = np.setdiff1d(which, part.which)
+                of_pages[left] = np.where(of_pages[left] == node, HERE, of_pages[left])
+                whole = False
+                self._lists[node].had_no_room(slots[:0])
+        return RowBlocks(slots, row, of_pages, whole, parts, self.version)
 
     def _follow(self, wires: Sequence[AttentionWire | None]) -> None:
         """A node that came or went changes who attends to what."""
         if all(mine is theirs for mine, theirs in zip(self._wires, wires, strict=True)):
             return
         told = np.flatnonzero(self._row_of)
-        self.clear()
-        if len(told):
-            self._void.append(told)
+        for lists, mine, theirs in zip(self._lists, self._wires, wires, strict=True):
+            lists.follow(told, same=mine is theirs)
+        self._clear()
         self._wires = list(wires)
 
     def _tell_void(self, timeout: float) -> None:
-        if not self._void:
-            return
-        slots = np.concatenate(self._void)
-        self._void = []
-        for node, wire in enumerate(self._wires):
+        for node, (lists, wire) in enumerate(zip(self._lists, self._wires, strict=True)):
+            if not lists.void and not lists.void_rows:
+                continue
+            slots = np.concatenate([*lists.void, np.zeros(0, dtype=np.int64)])
+            rows, lists.void, lists.void_rows = lists.void_rows, [], []
             if wire is not None:
                 with failing(node):
-                    wire.forget(slots, [], timeout)
+                    wire.forget(slots, rows, timeout)
 
     def _place(self, slots: I64, timeout: float) -> None:
         """Choose who attends to blocks, [n], and tell them."""
@@ -220,11 +320,15 @@ class NodeBlocks:
         # Who attends in a node's stead does so by block and KV head.
         by_head = there.reshape(len(slots), -1, geometry.groups)
         by_head[(by_head != by_head[:, :, :1]).any(axis=2)] = HERE
+        for node, wire in enumerate(self._wires):
+            if wire is not None:
+                self._fit(node, wire, slots, there, timeout)
         drive = self._drive_of[device]
         places = drive << _OFFSET_BITS | (offset - SUPERBLOCK_BYTES)
         rows = self._take_rows(slots)
         self._node[rows], self._device[rows] = there, device
         self._whole[rows] = (there != HERE).all(axis=1)
+        self._slot_of[rows] = slots
         self._nodes[rows] = 0
         for node, wire in enumerate(self._wires):
             mine = there == node
@@ -236,6 +340,26 @@ class NodeBlocks:
             with failing(node):
                 wire.tell_blocks(slots[which], of_node, marks[which], timeout)
 
+    def _fit(
+        self, node: int, wire: AttentionWire, slots: I64, there: NDArray[np.int8], timeout: float
+    ) -> None:
+        """Make room on a node for blocks that are ``there``, [n, pages]; those for which there is
+        none are attended to here."""
+        new = np.flatnonzero((there == node).any(axis=1))
+        told = self._told(node)
+        lacking = len(told) + len(new) - wire.room.blocks
+        if lacking <= 0:
+            return
+        old = told[self._seen[told] < self._step]
+        if len(old):
+            old = old[np.argsort(self._seen[old], kind="stable")][:lacking]
+            self.reclaim(self._slot_of[old])
+            self._tell_void(timeout)
+        if lacking > len(old):
+            left = new[len(new) - min(len(new), lacking - len(old)) :]
+            there[left] = np.where(there[left] == node, HERE, there[left])
+            self._lists[node].had_no_room(slots[left])
+
     def _take_rows(self, slots: I64) -> NDArray[np.int32]:
         while len(slots) > len(self._free):
             have = len(self._node)
@@ -244,6 +368,8 @@ class NodeBlocks:
             self._device = np.concatenate([self._device, np.full_like(self._device, HERE)])
             self._nodes = np.concatenate([self._nodes, np.zeros_like(self._nodes)])
             self._whole = np.concatenate([self._whole, np.zeros_like(self._whole)])
+            self._slot_of = np.concatenate([self._slot_of, np.full_like(self._slot_of, -1)])
+            self._seen = np.concatenate([self._seen, np.full_like(self._seen, -1)])
         self._row_of[slots] = self._free[-len(slots) :]
         del self._free[-len(slots) :]
         return self._row_of[slots]
@@ -285,30 +411,47 @@ class NodeBlocks:
         names: Sequence[str],
         timeout: float,
     ) -> NodePart:
-        """Tell a node the blocks of rows that it has, as far as it does not know them."""
+        """Tell a node the blocks of rows that it has, as far as it does not know them. Rows for
+        which it has no room are left out."""
         of_row = row[which].astype(np.int64)
         rows, begin = np.unique(of_row, return_index=True)
         edges = [*begin.tolist(), len(which)]
-        lists, numbers = self._lists[node].slots, []
+        lists, numbers, fits = self._lists[node], [], np.ones(len(rows), dtype=np.bool_)
         for i, one in enumerate(rows.tolist()):
             number = self._number(names[one])
-            numbers.append(number)
             wanted = slots[which[edges[i] : edges[i + 1]]]
             before = lists.get(number)
-            if before is not None and np.array_equal(before, wanted):
-                continue
-            keep = 0 if before is None else _common(before, wanted)
-            with failing(node):
-                wire.tell_row(number, keep, wanted[keep:], timeout)
-            lists[number] = wanted
+            if before is None or not np.array_equal(before, wanted):
+                fits[i] = self._tell_row(node, wire, number, wanted, timeout)
+            if fits[i]:
+                numbers.append(number)
+        if not fits.all():
+            rows, which = rows[fits], which[np.isin(of_row, rows[fits])]
         return NodePart(which, rows, np.array(numbers, dtype=np.int64))
+
+    def _tell_row(
+        self, node: int, wire: AttentionWire, number: int, wanted: I64, timeout: float
+    ) -> bool:
+        """Tell a node the blocks of a row; False: it has no room for them."""
+        lists = self._lists[node]
+        before = lists.slots.get(number)
+        known = 0 if before is None else len(before)
+        dropped, fits = lists.make_room(len(wanted) - known, wire.room.listed)
+        with failing(node):
+            if dropped:
+                wire.forget(np.zeros(0, dtype=np.int64), dropped, timeout)
+            if fits:
+                keep = 0 if before is None else _common(before, wanted)
+                wire.tell_row(number, keep, wanted[keep:], timeout)
+                lists.put(number, wanted)
+        return fits
 
     def _number(self, name: str) -> int:
         """Number of a request's row; the one that was seen longest ago makes room."""
         number = self._numbers.pop(name, None)
         if number is None:
             number = len(self._numbers)
-            if number >= _MOST_ROWS:
+            if number >= MAX_ROWS:
                 number = self._numbers.pop(next(iter(self._numbers)))
         self._numbers[name] = number
         return number

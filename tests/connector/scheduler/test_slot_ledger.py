@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from vllm_ssdkv.base.errors import StoreFullError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.connector.scheduler.slot_ledger import SlotLedger
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
+from vllm_ssdkv.store.index.computed_blocks import ComputedBlocks
 from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState
 
 KEY = bytes(range(32))
@@ -74,6 +77,43 @@ def test_a_failed_write_frees_the_slot_and_is_counted_once(published: bool) -> N
     assert rig.draft.discard == [slot]
     assert not rig.ledger.writing
     assert rig.counters.total("slots_dropped", cause="write_error") == 1
+
+
+@dataclass
+class NodeSlots:
+    """An index on a node, which gives one slot away in each session."""
+
+    num_slots: int = 3
+    node_replicas: int = 1
+    session: int = 1
+    pins: int = 0
+
+    def claim(self, keys: list[bytes], *, again: bool, of: ComputedBlocks) -> NDArray[np.int64]:
+        del again, of
+        self.pins += len(keys)
+        return np.ones(len(keys), dtype=np.int64)
+
+    def epoch(self, slot: int) -> int:
+        return 10 * self.session + slot
+
+    def state(self, slot: int) -> SlotState:
+        del slot
+        return SlotState.READY
+
+    def unpin(self, slots: NDArray[np.int64]) -> None:
+        self.pins -= len(slots)
+
+
+def test_a_slot_that_another_session_gives_anew_is_pinned_for_the_new_block_alone() -> None:
+    index: Any = NodeSlots()
+    ledger = SlotLedger(index, 1, StepDraft(), Counters())
+    of: Any = None
+    ledger.claim([(KEY, 7)], of, again=False)
+    index.session = 2
+    ledger.claim([(KEY, 8)], of, again=False)
+    assert index.pins == 1
+    assert ledger.writing.done(1, 21)
+    assert not ledger.writing.awaits(1, 11)
 
 
 def test_a_block_computed_anew_takes_the_place_of_an_unreadable_one() -> None:

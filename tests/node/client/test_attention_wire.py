@@ -13,9 +13,9 @@ import pytest
 from tests.node.protocol.linked import WAIT_S, Ends, linked
 from vllm_ssdkv.base.errors import ProtocolError
 from vllm_ssdkv.node.client.attention import AttentionWire
-from vllm_ssdkv.node.protocol.messages import Attend, Attended, AttendShape, pack
+from vllm_ssdkv.node.protocol.messages import Attend, Attended, AttendRoom, pack
 
-SHAPE = AttendShape(1, 1, 1, 16, 1, 8, "float32", 100)
+ROOM = AttendRoom(1 << 16, 1 << 20)
 LARGE = 4 << 20
 """Bytes of states: more than sockets hold."""
 
@@ -46,7 +46,7 @@ Tell = Callable[[AttentionWire], object]
 def test_answers_are_received_before_anything_is_sent(tell: Tell, tmp_path: Path) -> None:
     """The node answers all calls before it receives again, as its one thread does."""
     with linked("unix", tmp_path, tmp_path) as ends:
-        wire = AttentionWire(ends.engine, SHAPE)
+        wire = AttentionWire(ends.engine, ROOM)
 
         def serve() -> None:
             for call in (1, 2):
@@ -66,7 +66,7 @@ def test_answers_are_received_before_anything_is_sent(tell: Tell, tmp_path: Path
 
 def test_an_answer_to_another_call_is_refused(tmp_path: Path) -> None:
     with linked("unix", tmp_path, tmp_path) as ends:
-        wire = AttentionWire(ends.engine, SHAPE)
+        wire = AttentionWire(ends.engine, ROOM)
         call = wire.send(Attend(0, 1.0, pack([1]), b""), 5.0)
         ends.node.send(
             Attended(b"", b"", b"", 0.0, 0.0), call_id=call + 1, answer=True, timeout=WAIT_S

@@ -154,6 +154,48 @@ def test_a_node_that_is_gone_has_nothing_and_comes_back(
     assert not of_kind(node, Unpin), "pins of the session before are not undone in this one"
 
 
+def test_pins_of_a_session_that_has_ended_are_not_those_of_the_next(
+    node: ScriptedNode, index: RemoteIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that pinned before the node started again ends after another one has pinned."""
+    before = index.lookup(KEYS[:2])
+    index.pin(before)
+    assert index.claim(KEYS[3:4]).tolist() == [7]
+    node.kill()
+    until(lambda: index.claim(KEYS[:1]).tolist() == [TAKEN] and index.epoch(3) == 0)
+    node.start()
+    monkeypatch.setitem(STORED, KEYS[0], (3, 31))
+    monkeypatch.setitem(STORED, KEYS[1], (7, 71))
+    RemotePlacement(index).step()
+    until(lambda: index.lookup(KEYS[:2]).tolist() == [3, 7])
+    index.pin(np.array([3, 7]))
+    node.told.clear()
+    index.unpin(np.array([*before, 7]))
+    assert index.last(KEYS, 0, 4, [0]) == 1  # whatever was told before it has come
+    assert not of_kind(node, Unpin)
+    index.unpin(np.array([3, 7]))
+    until(lambda: of_kind(node, Unpin))
+    assert of_kind(node, Unpin) == [Unpin(pack([3, 7]), pack([31, 71]))]
+    index.unpin(np.array([3, 7]))  # nobody has pinned them any more
+    assert index.last(KEYS, 0, 4, [0]) == 1
+    assert len(of_kind(node, Unpin)) == 1
+
+
+def test_pins_have_the_epochs_under_which_they_were_pinned(
+    node: ScriptedNode, index: RemoteIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node had given the slot to another block before it heard of the first pin."""
+    index.pin(index.lookup(KEYS[:1]))
+    monkeypatch.setitem(STORED, KEYS[0], (3, 31))
+    RemotePlacement(index).step()
+    index.pin(index.lookup(KEYS[:1]))
+    for _ in range(2):
+        index.unpin(np.array([3]))
+    until(lambda: len(of_kind(node, Unpin)) == 2)
+    assert of_kind(node, Pin) == [Pin(pack([3]), pack([epoch])) for epoch in (30, 31)]
+    assert of_kind(node, Unpin) == [Unpin(pack([3]), pack([epoch])) for epoch in (30, 31)]
+
+
 def test_a_promised_load_can_be_planned_without_the_node(
     node: ScriptedNode, index: RemoteIndex
 ) -> None:

@@ -16,6 +16,7 @@ from vllm_ssdkv.node.protocol.messages import (
     AskVolumes,
     Attend,
     Attended,
+    AttendRoom,
     AttendShape,
     Bind,
     Bound,
@@ -136,6 +137,7 @@ SAMPLES: list[Message] = [
     Forget(NUMBERS, b""),
     Attend(0, 1.0, NUMBERS, b"q"),
     Attended(b"s", NUMBERS, NUMBERS, 0.0, 0.0),
+    AttendRoom(100, 1000),
 ]
 """Of each kind at least one; ``test_fuzz`` holds it to that."""
 

@@ -24,6 +24,8 @@ from vllm_ssdkv.base.errors import NodeError, NodeRefusedError
 from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.frames import Control, Flag, Header
 from vllm_ssdkv.node.protocol.messages import (
+    MAX_ENTRIES,
+    MAX_LOADING,
     Arrived,
     AskGauges,
     Bind,
@@ -43,6 +45,7 @@ from vllm_ssdkv.node.protocol.messages import (
     Slots,
     Taken,
     Unpin,
+    Written,
     kind_of,
     pack,
     unpack,
@@ -449,6 +452,28 @@ def test_loads_without_end_are_refused(node: NodeProcess) -> None:
     assert served(node)
 
 
+def test_blocks_of_loads_under_way_are_bounded(node: NodeProcess) -> None:
+    """Few loads, each of as many blocks as a message may have."""
+    address = Address.parse(node.address)
+    with Attacker(address, "scheduler") as scheduler, Attacker(address, "worker") as attacker:
+        load, count = _stored(scheduler, attacker, 930), MAX_ENTRIES
+        many = msgspec.structs.replace(
+            load,
+            slots=load.slots * count,
+            epochs=load.epochs * count,
+            keys=load.keys * count,
+            blocks=pack([1] * count),
+        )
+        assert attacker.bytes is not None
+        attacker.bytes.silence_s = WAIT_S
+        with contextlib.suppress(NodeError):
+            for number in range(MAX_LOADING // count + 2):
+                attacker.bytes.send(many, call_id=number + 1, timeout=WAIT_S)
+        _end(attacker)
+    assert f"more than {MAX_LOADING} blocks" in node.log()
+    assert served(node)
+
+
 def _stored(scheduler: Attacker, attacker: Attacker, number: int) -> Load:
     """Save a block; the message that loads it."""
     claimed = scheduler.call(Claim(keys(number, 1))).message
@@ -486,6 +511,9 @@ def test_frames_that_are_never_copied_end_the_session(node: NodeProcess) -> None
     with Attacker(address, "scheduler") as scheduler, Attacker(address, "worker") as attacker:
         load = _stored(scheduler, attacker, 920)
         arrived = attacker.tell(load).message
+        if isinstance(arrived, Written):  # of what was saved
+            assert attacker.bytes is not None
+            arrived = attacker.bytes.receive(WAIT_S).message
         assert isinstance(arrived, Arrived)
         assert arrived.ended is not None
         begun = time.monotonic()

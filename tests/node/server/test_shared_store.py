@@ -19,6 +19,7 @@ from vllm_ssdkv.config.node import NodeConfig
 from vllm_ssdkv.node.client.remote_store import RemoteStore
 from vllm_ssdkv.node.client.session import Peer, Session
 from vllm_ssdkv.node.protocol.messages import (
+    MAX_ENTRIES,
     NO_ROOM,
     TAKEN,
     AskGauges,
@@ -229,6 +230,22 @@ def test_what_an_engine_has_not_wholly_saved_goes_with_it(
     # Their place and their keys are free again.
     two.store(KEYS[2:5])
     assert len(two.find(KEYS)[0]) == 5
+
+
+def test_all_pins_of_a_slot_go_with_the_session(engines: list[Halves], node: Node) -> None:
+    """More than one message, or one part of the release, has."""
+    one, two = engines
+    kept, epochs = one.store(KEYS[:1])
+    for _ in range(2):
+        many = Pin(pack(np.repeat(kept, MAX_ENTRIES)), pack(np.repeat(epochs, MAX_ENTRIES)))
+        one.scheduler.tell(many)
+    assert eventually(lambda: one.gauges()["pinned"] == 1)
+    one.scheduler.tell(Pin(pack(kept), pack(epochs)))
+    one.gauges()  # all of them have come
+    one.close()
+    assert eventually(lambda: two.gauges()["pinned"] == 0)
+    assert eventually(lambda: node.counters.total("node_pins_released") == 2 * MAX_ENTRIES + 1)
+    assert two.find(KEYS[:1])[0].tolist() == kept.tolist()
 
 
 def test_blocks_that_are_dropped_on_their_way_are_told_as_failed(tmp_path: Path) -> None:

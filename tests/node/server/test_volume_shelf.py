@@ -13,6 +13,7 @@ import pytest
 from vllm_ssdkv.base.errors import DeviceError, StoreLockedError
 from vllm_ssdkv.config.node import NodeConfig
 from vllm_ssdkv.node.server import volumes as module
+from vllm_ssdkv.node.server.drive_room import DriveRoom
 from vllm_ssdkv.node.server.volumes import VolumeSet, VolumeShelf
 from vllm_ssdkv.store.io.engines.protocol import Op
 from vllm_ssdkv.store.memory.arena import Arena
@@ -31,7 +32,8 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VolumeShelf:
         "devices": devices,
         "io": {"engine": "threads", "deadline": 3.0},
     }
-    return VolumeShelf(NodeConfig.from_options(options))
+    config = NodeConfig.from_options(options)
+    return VolumeShelf(config, DriveRoom(config))
 
 
 def opened(shelf: VolumeShelf, deadline_s: float = 10.0) -> VolumeSet:

@@ -95,9 +95,10 @@ class ReportIntake:
 
     def _write_failed(self, slot: int, epoch: int) -> None:
         if self._index.epoch(slot) != epoch:
-            # A node's slots have no epochs any more when its session has ended, and no pins.
+            # A node's slots have no epochs any more when its session has ended, or other ones.
             if self._slots.writing.awaits(slot, epoch):
                 self._slots.writing.drop(slot)
+                self._slots.unpin([slot])
             return
         if self._rewriter.failed(slot):
             return

@@ -90,6 +90,9 @@ class SlotLedger:
 
     def _write(self, slot: int, epoch: int, key: bytes) -> None:
         self.unverified.add(slot)
+        if slot in self.writing:
+            # A node has claimed it anew in another session: nobody reports the write before.
+            self.unpin([slot])
         self.writing.add(slot, epoch)
         self._draft.flushes.append((slot, epoch, key))
 

@@ -16,8 +16,8 @@ from vllm_ssdkv.node.protocol.messages import (
     MAX_ENTRIES,
     Attend,
     Attended,
+    AttendRoom,
     AttendShape,
-    Done,
     Forget,
     TellBlocks,
     TellRow,
@@ -43,9 +43,9 @@ class AttentionWire:
         answer = wire.receive(call, deadline)
     """
 
-    def __init__(self, channel: Channel, shape: AttendShape):
-        """``channel``: after the hellos; it is closed with this."""
-        self._channel, self._shape = channel, shape
+    def __init__(self, channel: Channel, room: AttendRoom):
+        """``channel``: after the hellos; it is closed with this. ``room``: of the node."""
+        self._channel, self.room = channel, room
         self._number = self._came = 0
         self._waiting: dict[int, Attended] = {}
         self._over = False
@@ -58,18 +58,17 @@ class AttentionWire:
             NodeError: the node does not answer, or refuses; the text has its reason.
         """
         channel = session.open_attention(timeout)
-        wire = cls(channel, shape)
         try:
             channel.send(shape, call_id=1, timeout=timeout)
             frame = channel.receive(timeout)
             if frame.message is None:
                 raise NodeRefusedError(f"{channel.peer}: {frame.error}")
-            if not isinstance(frame.message, Done):
+            if not isinstance(frame.message, AttendRoom):
                 raise ProtocolError("answer", f"{channel.peer} answered a shape with another thing")
         except NodeError:
-            wire.close()
+            channel.close()
             raise
-        return wire
+        return cls(channel, frame.message)
 
     @property
     def over(self) -> bool:

@@ -106,7 +106,9 @@ class RemoteIndex:
         self._absent: set[bytes] = set()
         """Keys that were not found since the last step."""
         self._chains = AwaitedChains()
-        self._pins: Counter[int] = Counter()
+        self._pins: dict[int, list[int]] = {}
+        """Of each pinned slot, the epochs under which it was pinned, oldest first; 0: in a session
+        that has ended."""
         self._forgets = False
         """A reset was asked for: each session from then on shows nothing older than itself."""
         self._stopping = threading.Event()
@@ -122,7 +124,8 @@ class RemoteIndex:
             # Not what was found: a load of it may have been promised, and fails by itself.
             self._epochs[:] = 0
             self._live[:] = False
-            self._pins.clear()
+            # Who has pinned will unpin: that must not undo a pin of this session.
+            self._pins = {slot: [0] * len(epochs) for slot, epochs in self._pins.items()}
             self._session = session
             if self._forgets:
                 self._have_forgotten(session)
@@ -386,22 +389,34 @@ class RemoteIndex:
     def pin(self, slots: I64) -> None:
         """Keep slots from eviction, those that still hold what was found. Does not wait."""
         self._current()
-        self._pins.update(slots.tolist())
+        self._note_pins(slots)
         for part in parts(slots):
             self._tell(Pin(pack(part), pack(self._epochs[part])))
 
     def unpin(self, slots: I64) -> None:
-        """Undo one pin of each entry; those of sessions that have ended are gone. Does not wait."""
+        """Undo one pin of each entry; those of sessions that have ended are gone. Does not wait.
+
+        A slot may have been pinned under several epochs, by requests that do not say which they
+        mean: the oldest pin goes first, so that no pin goes before its request has ended.
+        """
         self._current()
         held = []
         for slot in slots.tolist():
-            if self._pins[slot] > 0:
-                self._pins[slot] -= 1
-                held.append(slot)
-            if not self._pins[slot]:
+            epochs = self._pins.get(slot)
+            if epochs is None:
+                continue
+            epoch = epochs.pop(0)
+            if epoch:
+                held.append((slot, epoch))
+            if not epochs:
                 del self._pins[slot]
-        for part in parts(np.array(held, dtype=np.int64)):
-            self._tell(Unpin(pack(part), pack(self._epochs[part])))
+        table = np.array(held, dtype=np.int64).reshape(-1, 2)
+        for part in parts(table):
+            self._tell(Unpin(pack(part[:, 0]), pack(part[:, 1])))
+
+    def _note_pins(self, slots: I64) -> None:
+        for slot, epoch in zip(slots.tolist(), self._epochs[slots].tolist(), strict=True):
+            self._pins.setdefault(slot, []).append(epoch)
 
     def others(self, slots: I64) -> tuple[I64, I64]:
         """None: a block is on this node alone."""
@@ -433,8 +448,8 @@ class RemoteIndex:
             return np.full(count, TAKEN, dtype=np.int64)
         beyond = slots >= self.num_slots
         ours = (slots >= 0) & ~beyond
-        self._pins.update(slots[ours].tolist())
         self._epochs[slots[ours]], self._live[slots[ours]] = epochs[ours], True
+        self._note_pins(slots[ours])
         if beyond.any():
             self._tell(Unpin(pack(slots[beyond]), pack(epochs[beyond])))
             slots = np.where(beyond, FULL, slots)

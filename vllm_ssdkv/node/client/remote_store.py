@@ -5,6 +5,7 @@ Satisfies the protocol ``RankStore`` of the connector.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import logging
 import os
@@ -27,6 +28,8 @@ from vllm_ssdkv.node.client.transfer import ArrivedFrames, MappedFrames, Transfe
 from vllm_ssdkv.node.protocol.channel import Channel, Frame
 from vllm_ssdkv.node.protocol.messages import (
     MAX_ENTRIES,
+    MAX_LOADING,
+    MAX_LOADS,
     Arrived,
     Copied,
     Discard,
@@ -116,10 +119,13 @@ class _Saving:
 
 
 class _Memory:
-    """Memory of one session, and what is under way in it. The lock guards ``loads``, ``saves``,
-    ``unwritten`` and ``over``.
+    """Memory of one session, and what is under way in it. The lock guards ``loads``, ``waiting``,
+    ``loading``, ``saves``, ``unwritten`` and ``over``.
 
     Attributes:
+        loads: That the node was asked for, by the number of the call.
+        loading: Slots of these.
+        waiting: Loads that the node is asked for when it has ended others.
         loads_moved, saves_moved: When the node last did something of any load, and of any save, or
             the first one under way was asked for; of the monotonic clock. A node does one after the
             other, so that a single one may wait for long.
@@ -143,6 +149,8 @@ class _Memory:
         """Frames that came as a payload."""
         self.lock = threading.Lock()
         self.loads: dict[int, _Loading] = {}
+        self.loading = 0
+        self.waiting: collections.deque[LoadJob] = collections.deque()
         self.saves: dict[int, _Saving] = {}
         self.loads_moved = self.saves_moved = 0.0
         self._unpins: list[Callable[[], bool]] = []
@@ -161,6 +169,21 @@ class _Memory:
         """Check whether the node still keeps for this session the frames that it has told of. It
         ends the connection before it uses them again."""
         return not self.session.ended and not self.channel.peer_left
+
+    def begin_load(self, number: int) -> LoadJob | None:
+        """The next load that waits, which is asked for from now on; None: there is none, or the
+        node has as many as it takes."""
+        with self.lock:
+            if self.over or not self.waiting or len(self.loads) >= MAX_LOADS:
+                return None
+            if self.loading + len(self.waiting[0].slots) > MAX_LOADING:
+                return None
+            job = self.waiting.popleft()
+            if not self.loads:
+                self.loads_moved = time.monotonic()
+            self.loads[number] = _Loading(job, set(job.block_ids.tolist()) - {0})
+            self.loading += len(job.slots)
+            return job
 
     def pin(self, pin: PinMemory) -> None:
         """Register with a GPU what is mapped.
@@ -520,30 +543,32 @@ class RemoteStore:
     def load(self, job: LoadJob, *, whole: bool = False) -> None:
         """Ask for a hit. Never waits for a device."""
         self._under_way += 1
-        memory, number = self._memory, next(self._numbers)
+        memory = self._memory
         over = memory is None or len(job.slots) > MAX_ENTRIES
         if memory is not None and not over:
-            missing = set(job.block_ids.tolist()) - {0}
             with memory.lock:
                 over = memory.over
                 if not over:
-                    if not memory.loads:
-                        memory.loads_moved = time.monotonic()
-                    memory.loads[number] = _Loading(job, missing)
+                    memory.waiting.append(job)
         if memory is None or over:
             self._ended(_failure(job))
             return
-        message = Load(
-            as_name(job.request_id),
-            pack(job.slots),
-            pack(job.epochs),
-            self.link.pack_keys(job.keys),
-            pack(job.block_ids),
-            len(job.slots) if job.chain is None else job.chain,
-            job.behind,
-            job.compared,
-        )
-        self._send(memory, message, number)
+        self._ask_for_loads(memory)
+
+    def _ask_for_loads(self, memory: _Memory) -> None:
+        """Ask the node for loads that wait, for as many as it takes at a time."""
+        while (job := memory.begin_load(number := next(self._numbers))) is not None:
+            message = Load(
+                as_name(job.request_id),
+                pack(job.slots),
+                pack(job.epochs),
+                self.link.pack_keys(job.keys),
+                pack(job.block_ids),
+                len(job.slots) if job.chain is None else job.chain,
+                job.behind,
+                job.compared,
+            )
+            self._send(memory, message, number)
 
     def take_load_outcomes(self, patience_s: float = 0.0) -> list[LoadOutcome]:
         """Loads that ended since the last call; waits so long for the first one, if any is under
@@ -555,8 +580,11 @@ class RemoteStore:
         return outcomes
 
     def end_if_still(self) -> None:
-        """End a session whose node does nothing for the deadline of its drives, and a call's."""
+        """End a session whose node does nothing for the deadline of its drives, and a call's.
+        Loads that wait for others are asked for where these have ended."""
         memory = self._memory
+        if memory is not None:
+            self._ask_for_loads(memory)
         still_s = self._deadline_s + CALL_S
         since = time.monotonic() - still_s
         if memory is not None and memory.usable and memory.stood_still(since):
@@ -601,12 +629,14 @@ class RemoteStore:
         memory.session.end()
         with memory.lock:
             memory.over = True
-            loads, memory.loads = list(memory.loads.values()), {}
+            jobs = [*(loading.job for loading in memory.loads.values()), *memory.waiting]
+            memory.loads, memory.loading = {}, 0
+            memory.waiting.clear()
             unwritten, memory.unwritten, memory.saves = memory.unwritten, {}, {}
         for pair in unwritten.items():
             self._failed.put(pair)
-        for loading in loads:
-            self._ended(_failure(loading.job))
+        for job in jobs:
+            self._ended(_failure(job))
 
     def _take(self, memory: _Memory, frame: Frame) -> None:
         for descriptor in frame.descriptors:
@@ -729,6 +759,7 @@ class RemoteStore:
             raise ProtocolError("load", "blocks are called wrong that were not asked for")
         with memory.lock:
             loading = memory.loads.pop(number)
+            memory.loading -= len(job.slots)
             memory.loads_moved = time.monotonic()
         if not ended.complete or loading.failed or loading.missing:
             outcome = _failure(job)

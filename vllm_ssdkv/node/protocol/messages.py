@@ -365,6 +365,13 @@ class Discard(Message, frozen=True):
     epochs: Numbers
 
 
+MAX_LOADS: Final = 4096
+"""Loads of one worker that have not ended. A node ends the connection of one that asks for more."""
+
+MAX_LOADING: Final = 1 << 18
+"""Slots of these loads together: some 30 MB in the node."""
+
+
 class Load(Message, frozen=True):
     """Bring a hit; on the ``bytes`` connection.
 
@@ -624,8 +631,13 @@ class RemoveVolume(Message, frozen=True):
 # ---- attention: the connection ``attend`` of a session with the role ``volume`` ----
 
 
+MAX_ROWS: Final = 4096
+"""Rows of one call, and rows that an engine tells of at a time."""
+
+
 class AttendShape(Message, frozen=True):
-    """First message of the connection: shape of slots and queries; answered by :class:`Done`.
+    """First message of the connection: shape of slots and queries; answered by
+    :class:`AttendRoom`.
 
     Attributes:
         layers: Layers of a slot.
@@ -646,6 +658,18 @@ class AttendShape(Message, frozen=True):
     head_size: Annotated[int, Meta(ge=8, le=256, multiple_of=8)]
     dtype: Literal["float32", "float16", "bfloat16"]
     slots: Annotated[int, Meta(ge=1, le=1 << 40)]
+
+
+class AttendRoom(Message, frozen=True):
+    """Room of the node for what this worker tells; it ends a connection that tells more.
+
+    Attributes:
+        blocks: Blocks of which places were told; of a row, too.
+        listed: Blocks of all rows together.
+    """
+
+    blocks: Count
+    listed: Count
 
 
 Places: TypeAlias = Annotated[bytes, Meta(max_length=8 << 20)]
@@ -672,10 +696,10 @@ class TellRow(Message, frozen=True):
     Attributes:
         row: Number of the row, which the engine chooses.
         keep: Blocks that stay.
-        slots: Of the blocks that follow.
+        slots: Of the blocks that follow. A row has no block twice.
     """
 
-    row: Annotated[int, Meta(ge=0, le=1 << 20)]
+    row: Annotated[int, Meta(ge=0, lt=MAX_ROWS)]
     keep: Count
     slots: Numbers
 
@@ -700,7 +724,7 @@ class Attend(Message, frozen=True):
     Attributes:
         layer: From 0.
         scale: Of the logits.
-        rows: Rows that attend.
+        rows: Rows that attend, each once.
         query: [T, Hq, D].
         counts: Queries of each row, in their order; empty: one each.
         selection: A bit for each page of the rows' blocks in this layer that is here: row, block,
@@ -789,6 +813,7 @@ KINDS: Final[dict[int, type[Message]]] = {
     83: Forget,
     84: Attend,
     85: Attended,
+    86: AttendRoom,
 }
 """Kind of a frame, and the type of its body. No number is given to another message later."""
 

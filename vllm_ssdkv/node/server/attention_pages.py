@@ -30,41 +30,42 @@ U64 = NDArray[np.uint64]
 OFFSET_BITS = 48
 """Of a place: the offset in the volume; the number of the drive is in the bits above."""
 
-_MOST_TOLD = 64
-"""Pages that blocks may have, told or not, for each one that the volumes have room for."""
-
 
 class ToldBlocks:
     """Places and digests of blocks, as an engine has told them. One thread at a time.
 
+    A block that is known has a number, from 1, which stays until it is forgotten.
+
     Example:
-        told = ToldBlocks(geometry, slots=1000, volumes=volumes)
+        told = ToldBlocks(geometry, slots=1000, most=100, volumes=volumes)
         told.put(slots, places, digests)
     """
 
-    def __init__(self, geometry: SlotGeometry, slots: int, volumes: VolumeSet):
-        """``slots``: numbers are below it."""
+    def __init__(self, geometry: SlotGeometry, slots: int, most: int, volumes: VolumeSet):
+        """``slots``: numbers are below it; ``most`` blocks are known at a time."""
         self._page_bytes = geometry.page_bytes
         self._sizes = np.array(
             [volumes.nbytes(drive) for drive in range(len(volumes.paths))], dtype=np.int64
         )
-        room = int(self._sizes.sum()) // self._page_bytes
-        self._most = min(slots, 16 + _MOST_TOLD * room // geometry.kv_pages)
-        # Row 0 is that of unknown slots. Zeros that were never written take no memory.
-        self._row_of = np.zeros(slots, dtype=np.int32)
-        self._free = list(range(63, 0, -1))
-        self.places: I64 = np.full((64, geometry.kv_pages), -1, dtype=np.int64)
-        self.digests: U64 = np.zeros((64, geometry.kv_pages), dtype=np.uint64)
+        self.most = most
+        # 0 is the number of unknown slots. Zeros that were never written take no memory.
+        self._number_of = np.zeros(slots, dtype=np.int32)
+        have = min(64, most + 1)
+        self._free = list(range(have - 1, 0, -1))
+        self.slots: I64 = np.full(have, -1, dtype=np.int64)
+        self.places: I64 = np.full((have, geometry.kv_pages), -1, dtype=np.int64)
+        self.digests: U64 = np.zeros((have, geometry.kv_pages), dtype=np.uint64)
 
-    def rows(self, slots: I64) -> NDArray[np.int32]:
-        """Rows of slots, [n], in :attr:`places` and :attr:`digests`; 0: unknown.
+    def numbers(self, slots: I64) -> NDArray[np.int32]:
+        """Numbers of blocks, [n], in :attr:`slots`, :attr:`places` and :attr:`digests`; 0: it is
+        unknown.
 
         Raises:
             ProtocolError: there are no such slots.
         """
-        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < len(self._row_of):
+        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < len(self._number_of):
             raise ProtocolError("body", "slots are not those of the store")
-        return self._row_of[slots]
+        return self._number_of[slots]
 
     def put(self, slots: I64, places: I64, digests: U64) -> None:
         """Remember places and digests, [n, pages], of distinct slots, [n].
@@ -73,21 +74,27 @@ class ToldBlocks:
             ProtocolError: a place is not in the volumes, or there are too many blocks.
         """
         self._check(places)
-        new = slots[self.rows(slots) == 0]
+        new = slots[self.numbers(slots) == 0]
         if len(new) != len(np.unique(new)):
             raise ProtocolError("body", "a block was told twice at once")
         while len(new) > len(self._free):
-            have = len(self.places)
-            if have >= 2 * self._most:
-                raise ProtocolError("limit", f"more than {self._most} blocks were told")
-            self._free.extend(range(2 * have - 1, have - 1, -1))
-            self.places = np.concatenate([self.places, np.full_like(self.places, -1)])
-            self.digests = np.concatenate([self.digests, np.zeros_like(self.digests)])
+            self._grow()
         if len(new):
-            self._row_of[new] = self._free[-len(new) :]
+            self._number_of[new] = self._free[-len(new) :]
             del self._free[-len(new) :]
-        rows = self._row_of[slots]
-        self.places[rows], self.digests[rows] = places, digests
+        numbers = self._number_of[slots]
+        self.slots[numbers] = slots
+        self.places[numbers], self.digests[numbers] = places, digests
+
+    def _grow(self) -> None:
+        have = len(self.slots)
+        more = min(have, self.most + 1 - have)
+        if more <= 0:
+            raise ProtocolError("limit", f"more than {self.most} blocks were told")
+        self._free.extend(range(have + more - 1, have - 1, -1))
+        self.slots = np.concatenate([self.slots, np.full_like(self.slots[:more], -1)])
+        self.places = np.concatenate([self.places, np.full_like(self.places[:more], -1)])
+        self.digests = np.concatenate([self.digests, np.zeros_like(self.digests[:more])])
 
     def _check(self, places: I64) -> None:
         here = places[places >= 0]
@@ -101,11 +108,11 @@ class ToldBlocks:
 
     def forget(self, slots: I64) -> None:
         """These slots get other bytes."""
-        rows = self.rows(slots)
-        known = np.unique(rows[rows != 0])
-        self.places[known] = -1
+        numbers = self.numbers(slots)
+        known = np.unique(numbers[numbers != 0])
+        self.slots[known], self.places[known] = -1, -1
         self._free.extend(known.tolist())
-        self._row_of[slots] = 0
+        self._number_of[slots] = 0
 
 
 @dataclass(slots=True)
@@ -145,9 +152,11 @@ class _Overdue:
 class NodePages:
     """Pages of one worker's volumes, in memory of the node. One thread at a time.
 
+    Blocks have the numbers that ``told`` gives them, so tables grow with what is told alone.
+
     Example:
-        pages = NodePages(geometry, told, volumes, slots=1000, nbytes=1 << 30, deadline_s=5.0)
-        fetch = pages.start(slots, numbers)
+        pages = NodePages(geometry, told, volumes, nbytes=1 << 30, deadline_s=5.0)
+        fetch = pages.start(told.numbers(slots), numbers)
         address, here = pages.finish(fetch)
         pages.release(fetch)
     """
@@ -157,7 +166,6 @@ class NodePages:
         geometry: SlotGeometry,
         told: ToldBlocks,
         volumes: VolumeSet,
-        slots: int,
         nbytes: int,
         deadline_s: float,
     ):
@@ -171,7 +179,7 @@ class NodePages:
         places = max(8, nbytes // geometry.page_bytes)
         self._arena = Arena(places * geometry.page_bytes)
         self._engine = volumes.open_engine(self._arena)
-        self._cache = SelectedPageCache(self._arena, 0, geometry, places, slots)
+        self._cache = SelectedPageCache(self._arena, 0, geometry, places, told.most + 1)
         self._hangs = np.zeros(len(volumes.paths), dtype=np.bool_)
         self.wait_s = 0.0
         """Seconds for which reads were waited for, in all."""
@@ -181,9 +189,10 @@ class NodePages:
         """Distinct pages of one fetch, where two are under way."""
         return self._cache.usable() // 2
 
-    def start(self, slots: I64, numbers: I64) -> Fetch:
-        """Start to read what is not in memory, of pages that are here. Does not block."""
-        pages = Pages(slots, numbers, np.zeros(len(slots), dtype=np.uint64))
+    def start(self, blocks: I64, numbers: I64) -> Fetch:
+        """Start to read what is not in memory, of pages that are here: number of their block, and
+        in it. Does not block."""
+        pages = Pages(blocks, numbers, np.zeros(len(blocks), dtype=np.uint64))
         asked = self._cache.acquire(pages)
         keys, places = asked.keys[asked.held :], asked.places[asked.held :]
         count = int(np.count_nonzero(places != NO_PLACE)) if len(places) else 0
@@ -191,8 +200,7 @@ class NodePages:
             none = np.zeros(0, dtype=np.uint16)
             return Fetch(pages, asked, None, 0, none, none.astype(np.uint64), keys[:0])
         of, page = self._cache.slot_and_number(keys[:count])
-        rows = self._told.rows(of)
-        at = self._told.places[rows, page]
+        at = self._told.places[of, page]
         drives = (at >> OFFSET_BITS).astype(np.uint16)
         sent = np.flatnonzero((at >= 0) & ~self._hangs[np.maximum(at, 0) >> OFFSET_BITS])
         batch = None
@@ -205,7 +213,7 @@ class NodePages:
                 np.full(len(sent), self._geometry.page_bytes, dtype=np.uint32),
                 self._cache.buffer_offset(places[sent]),
             )
-        known = self._told.digests[rows, page]
+        known = self._told.digests[of, page]
         return Fetch(pages, asked, batch, count, drives, known, sent)
 
     def finish(self, fetch: Fetch) -> tuple[U64, NDArray[np.bool_]]:
@@ -260,8 +268,9 @@ class NodePages:
         self._cache.release(fetch.asked.places)
 
     def forget(self, slots: I64) -> None:
-        """These slots get other bytes."""
-        self._cache.forget(slots)
+        """These slots get other bytes. ``told`` forgets them later, if at all."""
+        numbers = np.unique(self._told.numbers(slots))
+        self._cache.forget(numbers[numbers != 0].astype(np.int64))
 
     def close(self) -> bool:
         """End the engine; False: a read still runs, and its memory stays."""

@@ -23,6 +23,7 @@ from vllm_ssdkv.node.protocol.frames import VERSIONS
 from vllm_ssdkv.node.protocol.messages import SessionStatus, Status, StoreSpec, StoreStatus
 from vllm_ssdkv.node.protocol.sockets import Listener
 from vllm_ssdkv.node.server.connection import HELLO_S, Connection, NodeState
+from vllm_ssdkv.node.server.drive_room import DriveRoom
 from vllm_ssdkv.node.server.hosted_store import HostedStore
 from vllm_ssdkv.node.server.node_metrics import (
     NodeCollector,
@@ -67,6 +68,7 @@ class Node:
         counters = Counters()
         start_at_zero(counters)
         self.counters = counters
+        self._room = DriveRoom(config)
         self._registry = StoreRegistry(config, self._open_store)
         self._state = NodeState(
             config,
@@ -74,7 +76,7 @@ class Node:
             self._registry,
             counters,
             self.status,
-            VolumeShelf(config),
+            VolumeShelf(config, self._room),
         )
         credentials = None
         if config.keys is not None:
@@ -139,7 +141,8 @@ class Node:
         for device in self.config.devices:
             Path(device.path).mkdir(mode=0o700, exist_ok=True)
         name = f"node {self._state.name.hex()}"
-        return HostedStore(spec, config, name, self._state.writes_ended)
+        with self._room.promise_store(config):
+            return HostedStore(spec, config, name, self._state.writes_ended)
 
     def _sources(self) -> list[Source]:
         stores = self._registry.stores()

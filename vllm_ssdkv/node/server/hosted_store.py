@@ -20,6 +20,7 @@ from vllm_ssdkv.base.errors import NodeRefusedError, StoreFullError
 from vllm_ssdkv.base.metrics import TELL_INTERVAL_S, Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.node.protocol.messages import (
+    MAX_ENTRIES,
     NO_ROOM,
     NOT_ADMITTED,
     OVER_BUDGET,
@@ -300,10 +301,14 @@ class HostedStore:
         """The session of a lease is over: undo all of its pins; how many there were."""
         with self._lock:
             self._chains.end(lease)
-            left = lease.take_all()
-            lease.add(left)
-            self._unpin(lease, left)
-            return len(left)
+        released = 0
+        while True:  # some at a time: a slot may have been pinned any number of times
+            with self._lock:
+                left = lease.some(MAX_ENTRIES)
+                self._unpin(lease, left)
+            released += len(left)
+            if not left:
+                return released
 
     def _unpin(self, lease: Lease, pairs: Sequence[tuple[int, int]]) -> None:
         slots = lease.take_back(pairs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Iterable, Sequence
 
 from vllm_ssdkv.store.format.slot_geometry import I64
@@ -48,11 +49,9 @@ class Lease:
                 del self._pins[pair]
         return found
 
-    def take_all(self) -> list[tuple[int, int]]:
-        """Take back everything: each pin once."""
-        found = list(self._pins.elements())
-        self._pins.clear()
-        return found
+    def some(self, most: int) -> list[tuple[int, int]]:
+        """Up to ``most`` pins, a pair for each; they stay."""
+        return list(itertools.islice(self._pins.elements(), most))
 
 
 def pairs_of(slots: I64, epochs: I64) -> list[tuple[int, int]]:

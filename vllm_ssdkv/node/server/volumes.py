@@ -12,7 +12,6 @@ import functools
 import logging
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
@@ -31,6 +30,7 @@ from vllm_ssdkv.base.sizes import format_size
 from vllm_ssdkv.config.engine import MIN_CAPACITY, DeviceConfig
 from vllm_ssdkv.config.node import NodeConfig
 from vllm_ssdkv.node.protocol.messages import Drive, VolumeStatus
+from vllm_ssdkv.node.server.drive_room import DIRECTORY, DriveRoom, data_bytes, directories
 from vllm_ssdkv.store.devices.data_device import OpenDevice, make_directory, open_device
 from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, round_up
 from vllm_ssdkv.store.format.superblock import data_file_path
@@ -40,7 +40,6 @@ from vllm_ssdkv.store.memory.arena import Arena
 
 logger = logging.getLogger(__name__)
 
-DIRECTORY: Final = "volumes"
 _DRIVE: Final = "drive.uuid"
 _ABOUT: Final = "volume.json"
 
@@ -129,14 +128,14 @@ class VolumeShelf:
     """All volumes of a node. Any thread may call; all methods block on I/O.
 
     Example:
-        shelf = VolumeShelf(config)
+        shelf = VolumeShelf(config, DriveRoom(config))
         shelf.drives("Qwen/Qwen3-8B")
     """
 
-    def __init__(self, config: NodeConfig):
-        """``config``: options of the node."""
-        self._config = config
-        self._lock = threading.Lock()
+    def __init__(self, config: NodeConfig, room: DriveRoom):
+        """``config``: options of the node; ``room``: of its drives."""
+        self._config, self._room = config, room
+        self._lock = room.lock
         self._hanging: set[UUID] = set()
         """Volumes that were closed while their I/O had not ended; it holds their locks."""
 
@@ -285,7 +284,7 @@ class VolumeShelf:
         size = round_up(nbytes, PAGE_ALIGN)
         with self._lock:  # so that two who ask at once do not both take the last room
             new = not data_file_path(directory, 0).exists()
-            self._check_room(number, name, size)
+            self._room.check_volume(number, directory, size)
             make_directory(directory, f"volume {name}")
             try:
                 device = open_device(
@@ -310,19 +309,8 @@ class VolumeShelf:
             logger.info("ssdkv node: volume %s of %s, %s, is made", name, model, format_size(size))
         return device
 
-    def _check_room(self, number: int, name: UUID, nbytes: int) -> None:
-        """Check that all volumes of a drive, with this one, have room there."""
-        device = self._config.devices[number]
-        others = sum(_size(path) for path in self._directories(number) if path.name != str(name))
-        if device.capacity is not None and others + nbytes > device.capacity:
-            raise ConfigError(
-                f"drive {device.path} has no room for a volume of {format_size(nbytes)}: others "
-                f"have {format_size(others)} of {format_size(device.capacity)}; raise its "
-                "capacity, or remove volumes that nobody uses (`ssdkv node volumes`)"
-            )
-
     def _directories(self, number: int) -> list[Path]:
-        return sorted(path for path in self._directory(number).iterdir() if path.is_dir())
+        return directories(self._directory(number))
 
     def volumes(
         self, names: Sequence[bytes] = (), in_use: Sequence[bytes] = ()
@@ -390,17 +378,10 @@ def _status(path: Path, name: UUID, drive: str, is_open: bool) -> VolumeStatus:
         name.bytes,
         _printable(drive),
         about.model,
-        _size(path),
+        data_bytes(path),
         is_open,
         0.0 if is_open else idle_s,
     )
-
-
-def _size(path: Path) -> int:
-    """Bytes of the volume in a directory."""
-    with contextlib.suppress(OSError):
-        return data_file_path(path, 0).stat().st_size
-    return 0
 
 
 def _write(path: Path, data: bytes) -> None:

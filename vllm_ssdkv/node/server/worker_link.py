@@ -19,6 +19,8 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.node.protocol.channel import Channel, Frame
 from vllm_ssdkv.node.protocol.messages import (
+    MAX_LOADING,
+    MAX_LOADS,
     Arrived,
     Copied,
     Discard,
@@ -43,9 +45,6 @@ from vllm_ssdkv.store.format.slot_geometry import I64
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
 
 logger = logging.getLogger(__name__)
-
-MOST_LOADS = 4096
-"""Loads of one worker that have not ended; an engine has as many as it has requests."""
 
 LOOKS = 4
 """Looks at what a worker does not copy, in the time of a lease."""
@@ -89,6 +88,8 @@ class WorkerLink:
         self._wake = threading.Condition()
         self._loads: collections.deque[tuple[int, LoadJob]] = collections.deque()
         """Loads in their order, with the number of their call."""
+        self._loading = 0
+        """Slots of all of them."""
         self._part = 0
         self._copied = 0
         """Parts of the first load that were sent, and that the worker has copied."""
@@ -240,8 +241,12 @@ class WorkerLink:
         _check_lengths(slots, epochs, np.zeros(len(keys)))
         if len(blocks) > len(slots) or message.chain > len(slots):
             raise ProtocolError("body", "a load names more blocks than slots")
-        if len(self._loads) >= MOST_LOADS:
-            raise ProtocolError("limit", f"more than {MOST_LOADS} loads wait for their turn")
+        if len(self._loads) >= MAX_LOADS or self._loading + len(slots) > MAX_LOADING:
+            raise ProtocolError(
+                "limit",
+                f"more than {MAX_LOADS} loads wait for their turn, or more than {MAX_LOADING} "
+                "blocks",
+            )
         wrong = self._store.begin_load(slots, epochs, keys) if len(slots) else slots
         if len(wrong) or not len(slots):
             ended = LoadEnded(not len(wrong), pack(slots[wrong]), pack(epochs[wrong]))
@@ -264,6 +269,7 @@ class WorkerLink:
                 return
         with self._wake:
             self._loads.append((call_id, job))
+            self._loading += len(slots)
         self._loader.load(job)
 
     def _tell_at_hand(self, frames: NDArray[np.int32], job: LoadJob, call_id: int) -> None:
@@ -332,6 +338,7 @@ class WorkerLink:
             if not self._loads:
                 return  # the link was closed while a device did not answer
             call_id, job = self._loads.popleft()
+            self._loading -= len(job.slots)
             self._part = self._copied = 0
             over = self._over
         self._store.end_load(job.slots, outcome.bad)
