@@ -28,6 +28,9 @@ ROUND_S: Final = 60.0
 """Nobody waits for an answer of a round for longer, whatever happens in it: several deadlines of
 the engines, on a busy machine."""
 
+ASKED: Final = 96
+"""Prompts that an engine is asked at once, at most, when it is to find what is stored."""
+
 STRIKE_S: Final = 2.0
 """Something happens within so many seconds after a round has begun."""
 
@@ -76,8 +79,8 @@ class Site:
         far: Its address behind the network.
     """
 
-    def __init__(self, root: Path, **options: object):
-        """``root``: a directory of its own. Starts the node."""
+    def __init__(self, root: Path, capacity: str = "768MiB", **options: object):
+        """``root``: a directory of its own; ``capacity``: of its drive. Starts the node."""
         port = free_port()
         self._faults = root / "faults.json"
         set_faults(self._faults)
@@ -86,7 +89,7 @@ class Site:
         self.relay = self._stack.enter_context(Relay(port))
         given = {
             "listen": [f"unix://{root}/node.sock", f"tcp://127.0.0.1:{port}"],
-            "devices": [{"path": str(root / "ssd"), "capacity": "768MiB"}],
+            "devices": [{"path": str(root / "ssd"), "capacity": capacity}],
             "store_share": 1.0,
             "lease": LEASE_S,
             "io": {"fault_file": str(self._faults)},
@@ -158,6 +161,7 @@ class Pool:
         engines: In the order of the options.
         sharing: Numbers of those in mode reuse.
         known: Prompts all of whose blocks are durable on the nodes.
+        struck: Of each round, by what struck in it, whether an engine was at work then.
     """
 
     def __init__(
@@ -183,6 +187,7 @@ class Pool:
         self.engines = [self._start(number) for number in range(len(options))]
         self.sharing = [i for i, one in enumerate(options) if one.get("mode", "reuse") == "reuse"]
         self.known: list[Tokens] = []
+        self.struck: dict[str, list[bool]] = {}
 
     def __enter__(self) -> Pool:
         return self
@@ -195,6 +200,8 @@ class Pool:
     ) -> None:
         for engine in self.engines:
             engine.kill()
+        for what, busy in sorted(self.struck.items()):
+            print(f"{what} struck {len(busy)} times, at work {sum(busy)} times")
 
     def _start(self, number: int) -> EngineProcess:
         log = self._root / f"engine{number}.log"
@@ -233,9 +240,23 @@ class Pool:
         for site in self.sites:
             assert eventually(lambda site=site: site.left() == 0), site.node.status()  # type: ignore[misc]  # of this turn
 
-    def assert_known(self, number: int) -> None:
-        """Check that an engine finds everything that was stored for good."""
-        assert self.ask(number, self.known) == [whole(prompt) for prompt in self.known]
+    def assert_known(self, number: int, source: random.Random | None = None) -> None:
+        """Check that an engine finds what was stored for good: all of it, or what ``source``
+        draws."""
+        asked = self.known
+        if source is not None:
+            asked = source.sample(asked, min(len(asked), ASKED))
+        for begin in range(0, len(asked), ASKED):
+            batch = asked[begin : begin + ASKED]
+            assert self.ask(number, batch) == [whole(prompt) for prompt in batch]
+
+    def heal(self) -> None:
+        """Wait until the engines in mode page use all drives of their nodes again."""
+        for engine in [e for i, e in enumerate(self.engines) if i not in self.sharing]:
+            lost = engine.metric("device_lost")
+            assert eventually(
+                lambda engine=engine, lost=lost: engine.metric("device_returned") == lost
+            )  # type: ignore[misc]  # of this turn
 
     def learn(self, number: int, batch: Sequence[Tokens]) -> None:
         """Have an engine store what is missing of these; from now on all of it is found."""
@@ -248,6 +269,7 @@ class Pool:
 
     def round(
         self,
+        what: str,
         batches: Sequence[Sequence[Tokens]],
         source: random.Random,
         strike: Callable[[], Callable[[], None]],
@@ -256,14 +278,18 @@ class Pool:
         """Have all engines work, and strike in the midst of it.
 
         Args:
+            what: Strikes, in a word.
             batches: What each engine is asked.
             source: Draws the instant, and who is asked what afterwards.
             strike: Called at the instant; what it returns mends the damage.
             victim: Engine that is killed by it.
         """
+        ordered = time.monotonic()
         for number, batch in enumerate(batches):
             self.order(number, batch)
         time.sleep(source.uniform(0.0, STRIKE_S))
+        at_work = sum(not engine.answered() for engine in self.engines)
+        self.struck.setdefault(what, []).append(at_work > 0)
         mend = strike()
         begun = time.monotonic()
         lasts = source.uniform(0.0, 2 * LEASE_S)
@@ -272,13 +298,20 @@ class Pool:
         for number, batch in enumerate(batches):
             if number != victim:
                 self.taken(number, batch, ROUND_S - (time.monotonic() - begun))
+        taken = time.monotonic()
         if victim is not None:
             self.replace(victim)
         self.connect()
+        self.heal()
         self.idle()
         asked = source.choice(self.sharing)
-        self.assert_known(asked)
+        self.assert_known(asked, source)
         self.learn(asked, [prompt for batch in batches for prompt in batch])
         self.idle()
         for site in self.sites:
             assert "Traceback" not in site.node.log()
+        print(
+            f"{what} after {begun - ordered:.1f} s, {at_work} engines at work, for {lasts:.1f} s;"
+            f" answers after {taken - begun:.1f} s, end after {time.monotonic() - begun:.1f} s",
+            flush=True,
+        )
