@@ -175,7 +175,9 @@ def main() -> None:
                 tokens = order.get("tokens", MAX_TOKENS)
                 result = [(a.tokens, a.cached) for a in engine.answers(order["prompts"], tokens)]
                 engine.settle()
-            print(f"RESULT {json.dumps(result)}", flush=True)
+            # One write: `print` lets a log record of another thread in before the end of the line.
+            sys.stdout.write(f"RESULT {json.dumps(result)}\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

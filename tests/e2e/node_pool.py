@@ -31,8 +31,8 @@ the engines, on a busy machine."""
 ASKED: Final = 96
 """Prompts that an engine is asked at once, at most, when it is to find what is stored."""
 
-STRIKE_S: Final = 2.0
-"""Something happens within so many seconds after a round has begun."""
+STRIKE_S: Final = 0.8
+"""Something happens within so many seconds after a round has begun, whose work takes about one."""
 
 Answers = Mapping[tuple[int, ...], tuple[int, ...]]
 """Answers of stock vLLM, by prompt."""
@@ -253,10 +253,11 @@ class Pool:
     def heal(self) -> None:
         """Wait until the engines in mode page use all drives of their nodes again."""
         for engine in [e for i, e in enumerate(self.engines) if i not in self.sharing]:
-            lost = engine.metric("device_lost")
-            assert eventually(
-                lambda engine=engine, lost=lost: engine.metric("device_returned") == lost
-            )  # type: ignore[misc]  # of this turn
+
+            def healed(engine: EngineProcess = engine) -> bool:
+                return engine.metric("device_returned") == engine.metric("device_lost")
+
+            assert eventually(healed)
 
     def learn(self, number: int, batch: Sequence[Tokens]) -> None:
         """Have an engine store what is missing of these; from now on all of it is found."""
