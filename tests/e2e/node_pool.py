@@ -295,6 +295,7 @@ class Pool:
         begun = time.monotonic()
         lasts = source.uniform(0.0, 2 * LEASE_S)
         time.sleep(min(lasts, 0.5) if victim is not None else lasts)
+        through = sum(engine.answered() for engine in self.engines)
         mend()
         for number, batch in enumerate(batches):
             if number != victim:
@@ -312,7 +313,7 @@ class Pool:
         for site in self.sites:
             assert "Traceback" not in site.node.log()
         print(
-            f"{what} after {begun - ordered:.1f} s, {at_work} engines at work, for {lasts:.1f} s;"
-            f" answers after {taken - begun:.1f} s, end after {time.monotonic() - begun:.1f} s",
+            f"{what} after {begun - ordered:.1f} s, {at_work} engines at work, for {lasts:.1f} s,"
+            f" {through} through with it then; answers after {taken - begun:.1f} s, end after {time.monotonic() - begun:.1f} s",
             flush=True,
         )
