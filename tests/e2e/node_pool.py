@@ -314,6 +314,7 @@ class Pool:
             assert "Traceback" not in site.node.log()
         print(
             f"{what} after {begun - ordered:.1f} s, {at_work} engines at work, for {lasts:.1f} s,"
-            f" {through} through with it then; answers after {taken - begun:.1f} s, end after {time.monotonic() - begun:.1f} s",
+            f" {through} through with it then; answers after {taken - begun:.1f} s,"
+            f" end after {time.monotonic() - begun:.1f} s",
             flush=True,
         )
