@@ -188,6 +188,7 @@ class Pool:
         self.sharing = [i for i, one in enumerate(options) if one.get("mode", "reuse") == "reuse"]
         self.known: list[Tokens] = []
         self.struck: dict[str, list[bool]] = {}
+        self._failed = ""
 
     def __enter__(self) -> Pool:
         return self
@@ -285,6 +286,9 @@ class Pool:
             strike: Called at the instant; what it returns mends the damage.
             victim: Engine that is killed by it.
         """
+        # Answers that nobody took would be taken for those of later rounds.
+        assert not self._failed, f"not run: the round of {self._failed} failed before"
+        self._failed = what
         ordered = time.monotonic()
         for number, batch in enumerate(batches):
             self.order(number, batch)
@@ -312,6 +316,7 @@ class Pool:
         self.idle()
         for site in self.sites:
             assert "Traceback" not in site.node.log()
+        self._failed = ""
         print(
             f"{what} after {begun - ordered:.1f} s, {at_work} engines at work, for {lasts:.1f} s,"
             f" {through} through with it then; answers after {taken - begun:.1f} s,"
