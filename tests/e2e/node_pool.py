@@ -297,9 +297,10 @@ class Pool:
         self.struck.setdefault(what, []).append(at_work > 0)
         mend = strike()
         begun = time.monotonic()
-        lasts = source.uniform(0.0, 2 * LEASE_S)
-        time.sleep(min(lasts, 0.5) if victim is not None else lasts)
-        through = sum(engine.answered() for engine in self.engines)
+        lasts = source.uniform(0.0, 0.5 if victim is not None else 2 * LEASE_S)
+        time.sleep(lasts)
+        others = [engine for number, engine in enumerate(self.engines) if number != victim]
+        through = sum(engine.answered() for engine in others)
         mend()
         for number, batch in enumerate(batches):
             if number != victim:
