@@ -110,6 +110,10 @@ class Site:
         held = sum(session.pins + session.claims for session in status.sessions)
         return held + sum(store.pinned for store in status.stores)
 
+    def forgotten(self) -> int:
+        """Count how often the node has lost its drive, and forgot what lies on it, so far."""
+        return self.node.log().count("are out of reach")
+
     def strike(self, kind: str, source: random.Random) -> None:
         """Have something fail: until :meth:`mend`, or for a moment.
 
@@ -289,6 +293,7 @@ class Pool:
         # Answers that nobody took would be taken for those of later rounds.
         assert not self._failed, f"not run: the round of {self._failed} failed before"
         self._failed = what
+        forgotten = sum(site.forgotten() for site in self.sites)
         ordered = time.monotonic()
         for number, batch in enumerate(batches):
             self.order(number, batch)
@@ -312,7 +317,12 @@ class Pool:
         self.heal()
         self.idle()
         asked = source.choice(self.sharing)
-        self.assert_known(asked, source)
+        # Of a drive that is out of use a node keeps nothing: what has no other copy is computed
+        # again, and all else is asked for, for a hit is stored again where it is missing.
+        drive_lost = sum(site.forgotten() for site in self.sites) > forgotten
+        if drive_lost and len(self.sites) == 1:
+            self.known.clear()
+        self.assert_known(asked, None if drive_lost else source)
         self.learn(asked, [prompt for batch in batches for prompt in batch])
         self.idle()
         for site in self.sites:
