@@ -1,4 +1,7 @@
-"""Two nodes that engines share, in mode reuse and in page mode, and faults of all kinds."""
+"""Two nodes that engines share, in mode reuse and in page mode, and faults of all kinds.
+
+In `make soak` 50 faults: 7 minutes on two busy cores, 7 s each and one minute to start.
+"""
 
 from __future__ import annotations
 
