@@ -28,8 +28,11 @@ ROUND_S: Final = 60.0
 """Nobody waits for an answer of a round for longer, whatever happens in it: several deadlines of
 the engines, on a busy machine."""
 
-STRIKE_S: Final = 2.0
-"""Something happens within so many seconds after a round has begun."""
+ASKED: Final = 96
+"""Prompts that an engine is asked at once, at most, when it is to find what is stored."""
+
+STRIKE_S: Final = 0.8
+"""Something happens within so many seconds after a round has begun, whose work takes about one."""
 
 Answers = Mapping[tuple[int, ...], tuple[int, ...]]
 """Answers of stock vLLM, by prompt."""
@@ -76,8 +79,8 @@ class Site:
         far: Its address behind the network.
     """
 
-    def __init__(self, root: Path, **options: object):
-        """``root``: a directory of its own. Starts the node."""
+    def __init__(self, root: Path, capacity: str = "768MiB", **options: object):
+        """``root``: a directory of its own; ``capacity``: of its drive. Starts the node."""
         port = free_port()
         self._faults = root / "faults.json"
         set_faults(self._faults)
@@ -86,7 +89,7 @@ class Site:
         self.relay = self._stack.enter_context(Relay(port))
         given = {
             "listen": [f"unix://{root}/node.sock", f"tcp://127.0.0.1:{port}"],
-            "devices": [{"path": str(root / "ssd"), "capacity": "768MiB"}],
+            "devices": [{"path": str(root / "ssd"), "capacity": capacity}],
             "store_share": 1.0,
             "lease": LEASE_S,
             "io": {"fault_file": str(self._faults)},
@@ -106,6 +109,10 @@ class Site:
         status = self.node.status()
         held = sum(session.pins + session.claims for session in status.sessions)
         return held + sum(store.pinned for store in status.stores)
+
+    def forgotten(self) -> int:
+        """Count how often the node has lost its drive, and forgot what lies on it, so far."""
+        return self.node.log().count("are out of reach")
 
     def strike(self, kind: str, source: random.Random) -> None:
         """Have something fail: until :meth:`mend`, or for a moment.
@@ -158,6 +165,7 @@ class Pool:
         engines: In the order of the options.
         sharing: Numbers of those in mode reuse.
         known: Prompts all of whose blocks are durable on the nodes.
+        struck: Of each round, by what struck in it, whether an engine was at work then.
     """
 
     def __init__(
@@ -183,6 +191,8 @@ class Pool:
         self.engines = [self._start(number) for number in range(len(options))]
         self.sharing = [i for i, one in enumerate(options) if one.get("mode", "reuse") == "reuse"]
         self.known: list[Tokens] = []
+        self.struck: dict[str, list[bool]] = {}
+        self._failed = ""
 
     def __enter__(self) -> Pool:
         return self
@@ -195,6 +205,8 @@ class Pool:
     ) -> None:
         for engine in self.engines:
             engine.kill()
+        for what, busy in sorted(self.struck.items()):
+            print(f"{what} struck {len(busy)} times, at work {sum(busy)} times")
 
     def _start(self, number: int) -> EngineProcess:
         log = self._root / f"engine{number}.log"
@@ -233,9 +245,24 @@ class Pool:
         for site in self.sites:
             assert eventually(lambda site=site: site.left() == 0), site.node.status()  # type: ignore[misc]  # of this turn
 
-    def assert_known(self, number: int) -> None:
-        """Check that an engine finds everything that was stored for good."""
-        assert self.ask(number, self.known) == [whole(prompt) for prompt in self.known]
+    def assert_known(self, number: int, source: random.Random | None = None) -> None:
+        """Check that an engine finds what was stored for good: all of it, or what ``source``
+        draws."""
+        asked = self.known
+        if source is not None:
+            asked = source.sample(asked, min(len(asked), ASKED))
+        for begin in range(0, len(asked), ASKED):
+            batch = asked[begin : begin + ASKED]
+            assert self.ask(number, batch) == [whole(prompt) for prompt in batch]
+
+    def heal(self) -> None:
+        """Wait until the engines in mode page use all drives of their nodes again."""
+        for engine in [e for i, e in enumerate(self.engines) if i not in self.sharing]:
+
+            def healed(engine: EngineProcess = engine) -> bool:
+                return engine.metric("device_returned") == engine.metric("device_lost")
+
+            assert eventually(healed)
 
     def learn(self, number: int, batch: Sequence[Tokens]) -> None:
         """Have an engine store what is missing of these; from now on all of it is found."""
@@ -248,6 +275,7 @@ class Pool:
 
     def round(
         self,
+        what: str,
         batches: Sequence[Sequence[Tokens]],
         source: random.Random,
         strike: Callable[[], Callable[[], None]],
@@ -256,29 +284,53 @@ class Pool:
         """Have all engines work, and strike in the midst of it.
 
         Args:
+            what: Strikes, in a word.
             batches: What each engine is asked.
             source: Draws the instant, and who is asked what afterwards.
             strike: Called at the instant; what it returns mends the damage.
             victim: Engine that is killed by it.
         """
+        # Answers that nobody took would be taken for those of later rounds.
+        assert not self._failed, f"not run: the round of {self._failed} failed before"
+        self._failed = what
+        forgotten = sum(site.forgotten() for site in self.sites)
+        ordered = time.monotonic()
         for number, batch in enumerate(batches):
             self.order(number, batch)
         time.sleep(source.uniform(0.0, STRIKE_S))
+        at_work = sum(not engine.answered() for engine in self.engines)
+        self.struck.setdefault(what, []).append(at_work > 0)
         mend = strike()
         begun = time.monotonic()
-        lasts = source.uniform(0.0, 2 * LEASE_S)
-        time.sleep(min(lasts, 0.5) if victim is not None else lasts)
+        lasts = source.uniform(0.0, 0.5 if victim is not None else 2 * LEASE_S)
+        time.sleep(lasts)
+        others = [engine for number, engine in enumerate(self.engines) if number != victim]
+        through = sum(engine.answered() for engine in others)
         mend()
         for number, batch in enumerate(batches):
             if number != victim:
                 self.taken(number, batch, ROUND_S - (time.monotonic() - begun))
+        taken = time.monotonic()
         if victim is not None:
             self.replace(victim)
         self.connect()
+        self.heal()
         self.idle()
         asked = source.choice(self.sharing)
-        self.assert_known(asked)
+        # Of a drive that is out of use a node keeps nothing: what has no other copy is computed
+        # again, and all else is asked for, for a hit is stored again where it is missing.
+        drive_lost = sum(site.forgotten() for site in self.sites) > forgotten
+        if drive_lost and len(self.sites) == 1:
+            self.known.clear()
+        self.assert_known(asked, None if drive_lost else source)
         self.learn(asked, [prompt for batch in batches for prompt in batch])
         self.idle()
         for site in self.sites:
             assert "Traceback" not in site.node.log()
+        self._failed = ""
+        print(
+            f"{what} after {begun - ordered:.1f} s, {at_work} engines at work, for {lasts:.1f} s,"
+            f" {through} through with it then; answers after {taken - begun:.1f} s,"
+            f" end after {time.monotonic() - begun:.1f} s",
+            flush=True,
+        )

@@ -1,4 +1,7 @@
-"""Four engines of one model on one node: prefixes that all of them ask for at once, and kills."""
+"""Four engines of one model on one node: prefixes that all of them ask for at once, and kills.
+
+In `make soak` 20 kills and 50 faults: a kill takes 11 s, a fault 7 s, on two busy cores.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,9 @@ ENGINES = 4
 KILLS = 20 if SOAK_ROUNDS else 2
 FAULTS = 50 if SOAK_ROUNDS else 0
 """In `make test`, test_node_pool_faults.py has some."""
+
+CAPACITY = "1536MiB" if SOAK_ROUNDS else "768MiB"
+"""Of the drive: nothing that a round has stored is evicted in a later one."""
 
 ROOTS, BRANCHES, ENDS = 8, 5, 5
 ROOT, BRANCH = 384, 128
@@ -51,7 +57,7 @@ def wanted(stock: Stock) -> Answers:
 
 @pytest.fixture(scope="module")
 def site(root: Path) -> Iterator[Site]:
-    made = Site(root)
+    made = Site(root, CAPACITY)
     yield made
     made.close()
 
@@ -107,7 +113,8 @@ def test_kills_at_random_instants(pool: Pool, number: int) -> None:
         pool.engines[victim].kill()
         return nothing
 
-    pool.round(work(number, ENGINES), source, strike, victim)
+    what = "kill of a node" if victim is None else "kill of an engine"
+    pool.round(what, work(number, ENGINES), source, strike, victim)
 
 
 @pytest.mark.soak
@@ -120,4 +127,9 @@ def test_faults_at_random_instants(pool: Pool, number: int) -> None:
         pool.sites[0].strike(kind, source)
         return lambda: pool.sites[0].mend(kind)
 
-    pool.round(work(KILLS + number, ENGINES), source, strike)
+    pool.round(kind, work(KILLS + number, ENGINES), source, strike)
+
+
+def test_everything_durable_is_found_in_the_end(pool: Pool) -> None:
+    for number in pool.sharing:
+        pool.assert_known(number)
