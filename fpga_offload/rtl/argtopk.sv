@@ -131,7 +131,7 @@ module argtopk #(parameter LN = 16, parameter DIGIT = 8) (    // up to 2^LN keys
                     out_valid <= 1;
                     out_take <= now > bound || (now == bound && need != 0);
                     if (now == bound && need != 0) need <= need - 1'b1;
-                end else if (place == count) begin
+                end else if (emit && place == count) begin   // of no key, too: who asks must hear the end
                     state <= IDLE;
                     done <= 1;
                 end

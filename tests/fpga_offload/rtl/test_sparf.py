@@ -201,6 +201,15 @@ def test_a_broken_list_is_named_and_the_next_call_runs(
 
 
 @pytest.mark.parametrize("backend", [HALF], indirect=True)
+@pytest.mark.parametrize("by_page", [False, True])
+def test_a_long_window_without_a_context(backend: RtlsimBackend, by_page: bool) -> None:
+    """The choice of no token is over long before the window's scores are there."""
+    contexts = ((0, 600, 20), (2, 3, 5), (1, 600, 7))
+    pages: dict[str, Any] = {"page_tokens": 16} if by_page else {}
+    same(backend, make_sparf(backend.shape, contexts, 16, 4, seed=4, **pages))
+
+
+@pytest.mark.parametrize("backend", [HALF], indirect=True)
 def test_what_it_does_not_know_is_refused(backend: RtlsimBackend) -> None:
     call = make_sparf(backend.shape, ((2, 3, 5),), 16, 4, seed=7, attend=False)
     for changes, name in (
