@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 
@@ -19,9 +20,12 @@ print("torch" in sys.modules)
 
 
 def threads(library: str, asked: int) -> tuple[str, str]:
-    """What a process says on both of its streams."""
+    """What a process says on both of its streams. vLLM has its children load a runtime."""
     command = [sys.executable, "-P", "-c", CODE, library, str(asked)]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    environment = {name: text for name, text in os.environ.items() if name != "LD_PRELOAD"}
+    found = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=60, env=environment
+    )
     return found.stdout, found.stderr
 
 
