@@ -23,7 +23,7 @@ from vllm_ssdkv.profiling.simulation.description import (
 )
 
 NODE_FIGURES: Final = "node_protocol.json"
-"""What ``bench_node`` and ``bench_node_attention`` wrote."""
+"""File that ``bench_node`` and ``bench_node_attention`` write."""
 
 
 class Gpu(Description):

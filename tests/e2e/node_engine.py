@@ -111,7 +111,7 @@ class EngineProcess:
         return json.loads(line)
 
     def answered(self) -> bool:
-        """Whether a result waits to be taken."""
+        """Check whether a result waits to be taken."""
         return not self._results.empty()
 
     def answers(

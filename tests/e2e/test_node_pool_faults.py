@@ -18,7 +18,7 @@ from tests.e2e.workload import SMALL_DRAM, kv_tokens
 
 FAULTS = 50 if SOAK_ROUNDS else 3
 CAPACITY = "1280MiB" if SOAK_ROUNDS else "768MiB"
-"""Of each drive: nothing that a round has stored is evicted in a later one."""
+"""Capacity of each drive: nothing that a round has stored is evicted in a later one."""
 
 ENGINES = 2
 WINDOW, CHUNK = 128, 256

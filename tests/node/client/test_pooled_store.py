@@ -200,7 +200,7 @@ def test_what_a_node_does_not_bring_another_one_brings(
 def test_the_time_of_a_node_begins_when_it_is_asked(
     worker: Worker, scripts: list[Script], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who takes over from a slow node is not slow for that."""
+    """A node that takes over from a slow one is not slow for that."""
     recorded: list[float] = []
     monkeypatch.setattr(LoadTimes, "record", lambda _, seconds, blocks: recorded.append(seconds))
     scripts[0].late, scripts[0].complete = True, False

@@ -70,7 +70,7 @@ class Engine:
         self.memory = np.zeros(32 * MIB, dtype=np.uint8)
         self.session = Session.open(node.peer("volume"), with_bytes=True, timeout=WAIT_S)
         self.ended: dict[WirePart, tuple[int, float]] = {}
-        """Of each part its first result, and the seconds that it took."""
+        """First result of each part, and the seconds that it took."""
         self.over = threading.Event()
         self.caught_up: list[int] = []
         self.wire: VolumeWire | None = None

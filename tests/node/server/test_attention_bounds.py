@@ -1,4 +1,4 @@
-"""What attention takes of a node's memory is bounded, and what keeps to the bounds is right."""
+"""Bounds of the memory that attention takes in a node; within them answers are right."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ print("torch" in sys.modules)
 
 
 def threads(library: str, asked: int) -> tuple[str, str]:
-    """What a process says on both of its streams. vLLM has its children load a runtime."""
+    """Text of a process on both of its streams. vLLM has its children load a runtime."""
     command = [sys.executable, "-P", "-c", CODE, library, str(asked)]
     environment = {name: text for name, text in os.environ.items() if name != "LD_PRELOAD"}
     found = subprocess.run(

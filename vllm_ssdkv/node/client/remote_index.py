@@ -107,8 +107,7 @@ class RemoteIndex:
         """Keys that were not found since the last step."""
         self._chains = AwaitedChains()
         self._pins: dict[int, list[int]] = {}
-        """Of each pinned slot, the epochs under which it was pinned, oldest first; 0: in a session
-        that has ended."""
+        """Epochs under which each slot was pinned, oldest first; 0: in a session that has ended."""
         self._forgets = False
         """A reset was asked for: each session from then on shows nothing older than itself."""
         self._stopping = threading.Event()

@@ -125,7 +125,7 @@ class VolumeWire:
 
     Example:
         wire = VolumeWire(session, channel, memory, drives=2, window=1 << 24, deadline_s=10.0,
-                          over=print)
+                          over=print, caught_up=print)
         wire.submit([part])
     """
 
@@ -139,7 +139,7 @@ class VolumeWire:
         window: int,
         deadline_s: float,
         over: Callable[[VolumeWire], None],
-        caught_up: Callable[[int], None] = lambda _: None,
+        caught_up: Callable[[int], None],
     ):
         """
         Args:
