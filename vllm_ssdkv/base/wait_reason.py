@@ -77,6 +77,15 @@ class WaitReason(Enum):
         "Other requests end, or writes do.",
         "raise capacities, lower `--max-num-seqs`",
     )
+    WRITES_PAUSED = (
+        "writes_paused",
+        "page",
+        "Writes to a device are paused: its file system has no room or is read-only, or they fail. "
+        "What the request computes could not be kept.",
+        "A write succeeds, which is tried after 1 s, then 2 s, up to 60 s; or nothing has run for "
+        "60 s: the engine goes on without the device, or stops if there is no other.",
+        "free space on the device, or replace it",
+    )
     SEATS = (
         "seats",
         "both",

@@ -43,8 +43,10 @@ from vllm_ssdkv.connector.scheduler.wait_counter import WaitCounter
 from vllm_ssdkv.connector.scheduler.x_admission import XAdmission
 from vllm_ssdkv.store.block_index import BlockIndex, SlotPlacement
 from vllm_ssdkv.store.device_weights import DeviceWeights
+from vllm_ssdkv.store.devices.health import WriteState
 from vllm_ssdkv.store.index.slot_index import SlotIndex
 from vllm_ssdkv.store.placement.rebalancer import Rebalancer
+from vllm_ssdkv.store.write_pauses import WritePauses
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -52,7 +54,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 RETURN_S: Final = 60.0
-"""Wait of requests for nodes that are gone, where there are no other slots, in seconds."""
+"""Wait of requests for devices out of use, where there are no other slots, in seconds."""
 
 _POLICIES: Final[dict[str, type[ReusePolicy] | type[PagePolicy]]] = {
     "reuse": ReusePolicy,
@@ -238,6 +240,8 @@ class SSDKVScheduler:
     def _rewrite(self, output: SchedulerOutput) -> None:
         """Store blocks of hits again, behind the step's new blocks."""
         choice, draft = self.loads.choice, self._parts.draft
+        if self._parts.pauses.state is not WriteState.OPEN:
+            return
         for item in self._parts.rewriter.plan(output.num_scheduled_tokens, choice.frames):
             self._parts.slots.unverified.rewrite(item.old, item.new)
             if item.block_id:
@@ -365,7 +369,11 @@ def _make_parts(
         config,
         engine,
         store,
-        DeviceWeights(store.rebalancer, store.device_paths, RETURN_S if config.nodes else 0.0),
+        DeviceWeights(store.rebalancer, store.device_paths, RETURN_S),
+        WritePauses(
+            store.rebalancer.placement if isinstance(store.rebalancer, Rebalancer) else None,
+            whole=config.mode == "page",
+        ),
         requests,
         asked,
         draft,
