@@ -14,6 +14,8 @@ from tests.e2e.engine import Engine
 from tests.e2e.stock import Stock
 from tests.e2e.workload import kv_tokens
 from vllm_ssdkv.base.errors import StoreFailedError
+from vllm_ssdkv.connector.scheduler import page_admission, scheduler
+from vllm_ssdkv.store.devices import health
 
 StartBench = Callable[..., Bench]
 
@@ -24,6 +26,16 @@ KINDS: dict[str, tuple[dict[str, Any], str, str]] = {
     "stall": ({"kind": "stall", "seconds": 30.0}, "deadline", "did not end within 2 s"),
     "dead": ({"kind": "dead"}, "other", "No such device"),
 }
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault need not last long to count as one that lasts."""
+    monkeypatch.setattr(health, "CONDEMN_S", 0.2)
+    monkeypatch.setattr(health, "FIRST_RETRY_S", 0.05)
+    monkeypatch.setattr(health, "LAST_RETRY_S", 0.2)
+    monkeypatch.setattr(page_admission, "WRITES_DEADLINE_S", 0.5)
+    monkeypatch.setattr(scheduler, "RETURN_S", 0.5)
 
 
 START, FLIGHT = "from the start", "in mid-flight"
@@ -62,10 +74,48 @@ def test_a_device_that_fails(bench: StartBench, log: list[str], kind: str, when:
     assert here.count("device_lost", device=here.paths[0]) == 0
     (line,) = [line for line in log if "out of use" in line]
     assert victim in line
-    assert text in line
+    assert any(victim in line and text in line for line in log)
     # It stays out of use, and everything goes on without it.
     here.ask()
     here.assert_clean()
+
+
+def until(here: Bench, over: Callable[[], bool]) -> None:
+    """Ask until something is so."""
+    end = time.monotonic() + HANG_S
+    while not over():
+        assert time.monotonic() < end
+        here.ask()
+
+
+HEALS: dict[str, dict[str, Any]] = {
+    "enospc": {"kind": "enospc", "op": "write", "count": 8},
+    "eio": {"kind": "eio", "op": "write", "count": 16},
+}
+"""Faults of all devices that end by themselves."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("reuse", "enospc"), ("page", "enospc"), ("page", "eio")]
+)
+def test_a_fault_that_heals_costs_nothing(bench: StartBench, mode: str, kind: str) -> None:
+    """What was stored is found, then and after a restart; and new blocks are stored again."""
+    here = bench(mode)
+    here.ask()
+    here.engine.settle()
+    stored = [len(here.stored(prompt)) for prompt in range(len(here.prompts))]
+    assert all(stored)
+    here.faults(HEALS[kind])
+    until(here, lambda: not any(here.count("writes_paused", device=p) for p in here.paths))
+    assert here.count("io_errors", kind=kind, device=here.paths[0]) > 0
+    assert [here.count("device_lost", device=path) for path in here.paths] == [0] * 4
+    for _ in range(2):
+        found = [len(here.stored(prompt)) for prompt in range(len(here.prompts))]
+        assert found >= stored
+        here.ask()
+        here.assert_clean()
+        here.restart()
+    assert here.count("recovered_slots") >= sum(stored)
 
 
 def test_a_data_file_that_is_deleted(bench: StartBench, log: list[str]) -> None:

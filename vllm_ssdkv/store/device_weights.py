@@ -100,6 +100,11 @@ class DeviceWeights:
         logger.warning("ssdkv: %s has its share of new blocks again", self.paths[device])
 
     @property
+    def lost(self) -> frozenset[int]:
+        """Devices out of use."""
+        return frozenset(self._lost)
+
+    @property
     def may_return(self) -> bool:
         """Check whether devices out of use may be back soon."""
         return bool(self._lost) and time.monotonic() - self._lost_at < self._return_s

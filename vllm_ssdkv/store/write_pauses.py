@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ssdkv.store.device_weights import DeviceWeights
 from vllm_ssdkv.store.devices.health import WriteState
 from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.format.slot_geometry import I64
@@ -39,7 +40,7 @@ class WritePauses:
     the store once after a change, and none otherwise.
 
     Example:
-        pauses = WritePauses(rebalancer.placement, whole=False)
+        pauses = WritePauses(rebalancer.placement, weights, whole=False)
         pauses.told(0, [(1, 2.0)])
         pauses.state
     """
@@ -47,6 +48,7 @@ class WritePauses:
     def __init__(
         self,
         placement: WrittenPlacement | None,
+        weights: DeviceWeights,
         *,
         whole: bool,
         clock: Callable[[], float] = time.monotonic,
@@ -54,14 +56,15 @@ class WritePauses:
         """
         Args:
             placement: Of the slots; None where a node has them, which pauses by itself.
+            weights: Says which devices are out of use: nothing is to be written to these.
             whole: Whether writes count as paused where any slot cannot be written, as for contexts,
                 which need all of theirs; else where none can.
             clock: Monotonic seconds.
         """
-        self._placement, self._whole, self._clock = placement, whole, clock
+        self._placement, self._weights = placement, weights
+        self._whole, self._clock = whole, clock
         self._until: dict[tuple[int, int], float] = {}
         """When writes are tried again, by rank and device."""
-        self._left_out: set[int] = set()
         self._known: dict[bytes, bool] = {}
         """Whether writes are paused, by the mask of devices."""
         self._known_of: tuple[Segment, ...] = ()
@@ -73,14 +76,10 @@ class WritePauses:
             if seconds:
                 self._until[rank, device] = self._clock() + seconds
 
-    def leave_out(self, device: int) -> None:
-        """A device is used no more: no new slot lies there."""
-        self._left_out.add(device)
-
     @property
     def devices(self) -> frozenset[int]:
         """Devices in use whose writes are paused, or on trial."""
-        return frozenset(device for _, device in self._until) - self._left_out
+        return frozenset(device for _, device in self._until) - self._weights.lost
 
     @property
     def state(self) -> WriteState:
@@ -94,7 +93,7 @@ class WritePauses:
 
     def _stops(self, devices: set[int]) -> bool:
         """Check whether writes are paused because they are for these devices."""
-        placement, devices = self._placement, devices - self._left_out
+        placement, devices = self._placement, devices - self._weights.lost
         if not devices or placement is None:
             return False
         if self._known_of is not placement.segments:

@@ -74,13 +74,13 @@ class PagePolicy:
         Raises:
             StoreFailedError: there are no others.
         """
-        placement, pauses = embedded_placement(self._parts.store.rebalancer), self._parts.pauses
-        devices = pauses.devices
-        self._parts.weights.leave(devices)
+        placement = embedded_placement(self._parts.store.rebalancer)
+        weights, counters = self._parts.weights, self._parts.store.counters
+        devices = self._parts.pauses.devices
+        weights.leave(devices)
         for device in devices:
-            pauses.leave_out(device)
-            path = self._parts.weights.paths[device]
-            self._parts.store.counters.add("device_lost", 1, device=path)
+            counters.add("device_lost", 1, device=weights.paths[device])
+            counters.set("device_state", 0, device=weights.paths[device])
         slots = np.array(self._slots.writing.slots(), dtype=np.int64)
         for slot in slots[placement.placement.lost(placement.out_of_use(), slots)].tolist():
             self._slots.write_failed(slot)

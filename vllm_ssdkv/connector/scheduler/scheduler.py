@@ -365,15 +365,14 @@ def _make_parts(
     identities.keys.suspended = bool(store.suspension)
     slots = SlotLedger(store.index, engine.ranks, draft, counters)
     retries = LoadRetries(engine.block_tokens, speculation.step_blocks)
+    weights = DeviceWeights(store.rebalancer, store.device_paths, RETURN_S)
+    placement = store.rebalancer.placement if isinstance(store.rebalancer, Rebalancer) else None
     return SchedulerParts(
         config,
         engine,
         store,
-        DeviceWeights(store.rebalancer, store.device_paths, RETURN_S),
-        WritePauses(
-            store.rebalancer.placement if isinstance(store.rebalancer, Rebalancer) else None,
-            whole=config.mode == "page",
-        ),
+        weights,
+        WritePauses(placement, weights, whole=config.mode == "page"),
         requests,
         asked,
         draft,

@@ -116,7 +116,7 @@ class HostedStore:
         self._device_weights = DeviceWeights(
             self._rebalancer, [device.path for device in place.stored().devices]
         )
-        self._pauses = WritePauses(placement, whole=False)
+        self._pauses = WritePauses(placement, self._device_weights, whole=False)
         self._metrics = IndexMetrics(self._index, self._rebalancer, self.counters)
         self.name_key = place.name_key()
         self._pass_on_segments()
