@@ -92,6 +92,10 @@ def test_a_drive_dies_and_is_read_elsewhere(bench: StartBench) -> None:
 
     here.ask(strike)
     assert struck
+    end = time.monotonic() + HANG_S
+    while not here.count("device_lost", device=here.paths[VICTIM]):
+        assert time.monotonic() < end, "nobody noticed the dead drive"
+        here.ask()
     assert here.count("device_lost", device=here.paths[VICTIM]) == 1
     assert here.count("slots_dropped") == 0
     assert here.count("single_copies") > 0

@@ -14,8 +14,6 @@ from tests.e2e.engine import Engine
 from tests.e2e.stock import Stock
 from tests.e2e.workload import kv_tokens
 from vllm_ssdkv.base.errors import StoreFailedError
-from vllm_ssdkv.connector.scheduler import page_admission, scheduler
-from vllm_ssdkv.store.devices import health
 
 StartBench = Callable[..., Bench]
 
@@ -26,16 +24,6 @@ KINDS: dict[str, tuple[dict[str, Any], str, str]] = {
     "stall": ({"kind": "stall", "seconds": 30.0}, "deadline", "did not end within 2 s"),
     "dead": ({"kind": "dead"}, "other", "No such device"),
 }
-
-
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault need not last long to count as one that lasts."""
-    monkeypatch.setattr(health, "CONDEMN_S", 0.2)
-    monkeypatch.setattr(health, "FIRST_RETRY_S", 0.05)
-    monkeypatch.setattr(health, "LAST_RETRY_S", 0.2)
-    monkeypatch.setattr(page_admission, "WRITES_DEADLINE_S", 0.5)
-    monkeypatch.setattr(scheduler, "RETURN_S", 0.5)
 
 
 START, FLIGHT = "from the start", "in mid-flight"

@@ -18,6 +18,7 @@ from tests.connector.simulation import CHUNK, WINDOW, Simulation
 from tests.connector.symbols import answer
 from vllm_ssdkv.base.errors import StoreFailedError
 from vllm_ssdkv.connector.messages import BACKGROUND, RankReport
+from vllm_ssdkv.connector.scheduler import context_recovery
 from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
 from vllm_ssdkv.store.index.journal import Journal
 from vllm_ssdkv.store.index.slot_index import SlotIndex
@@ -216,7 +217,10 @@ def test_page_mode_starts_again_when_a_block_was_not_held(page: Make) -> None:
     assert run.ours.counters.total("recomputed_requests", cause="context") == 1
 
 
-def test_page_mode_gives_up_where_nothing_can_be_held(page: Make) -> None:
+def test_page_mode_gives_up_where_nothing_can_be_held(
+    page: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context_recovery, "LOST_S", 0.0)
     run = page(slots=60)
     run.add("a", prompt(100), 20)
     run.ranks[0].no_frames = 1000

@@ -257,11 +257,25 @@ def test_a_hung_device_is_tried_when_nothing_hangs_in_it(rig: Rig) -> None:
     rig.batch.over = True
     assert rig.health.to_probe()[0] == [2]
     for pause_s in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
-        rig.health.probe_failed(2)
+        rig.health.probed(2, right=False)
         assert rig.health.to_probe() == ([], pause_s)
         rig.now += pause_s
     assert rig.health.restore(2)
     assert rig.health.to_probe() == ([], None)
+
+
+def test_a_device_that_takes_no_writes_is_read_by_itself(rig: Rig) -> None:
+    """Nobody may read it: of two copies the other one is taken. It may be dead."""
+    rig.write((1, ENOSPC))
+    assert rig.health.to_probe() == ([], FIRST_RETRY_S)
+    for right in (True, False, True, *[False] * FAILURES_TO_CONDEMN):
+        assert rig.health.quarantined == frozenset()
+        rig.now += CONDEMN_S
+        while not rig.health.to_probe()[0]:
+            rig.now += 1.0
+        rig.health.probed(1, right=right)
+    assert rig.health.quarantined == {1}
+    assert rig.health.drain_events() == [1]
 
 
 def test_a_device_is_lost_once(rig: Rig) -> None:

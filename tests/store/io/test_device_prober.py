@@ -29,7 +29,7 @@ class Rig:
         self.prober = DeviceProber(
             store.files, store.arena, store.plan.probe_offset, store.identities
         )
-        self.health.on_quarantine.clear()
+        self.health.on_trouble.clear()
 
     def probe(self) -> frozenset[int]:
         """Devices that are still out of use after all had their turn."""

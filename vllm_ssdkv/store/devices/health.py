@@ -183,8 +183,8 @@ class DeviceHealth:
         """Slots that could not be read, the newest last."""
         self._news: list[int] = []
         self._returned: list[int] = []
-        self.on_quarantine: list[Callable[[], None]] = []
-        """Called, without blocking, when a device that may come back is out of use."""
+        self.on_trouble: list[Callable[[], None]] = []
+        """Called, without blocking, when there is a device :meth:`to_probe`."""
 
     # ---- results ----
 
@@ -319,7 +319,11 @@ class DeviceHealth:
             self.any_writes_paused = self._accused = True
             mine.trials.failed(now)
             mine.news = True
+            if begins:
+                mine.tries.failed(now)
         if begins:
+            for tell in self.on_trouble:
+                tell()
             logger.error(
                 "ssdkv: writes to device %s are paused: %s; it is read as before, and writes are "
                 "tried again by themselves",
@@ -464,7 +468,7 @@ class DeviceHealth:
             path,
             reason,
         )
-        for tell in self.on_quarantine:
+        for tell in self.on_trouble:
             tell()
 
     def restore(self, device: int) -> bool:
@@ -483,15 +487,16 @@ class DeviceHealth:
         return True
 
     def to_probe(self) -> tuple[list[int], float | None]:
-        """Devices that are to be tried now, as all that hung in them has ended; and seconds until
-        there may be others, None: no device out of use may come back."""
-        if not self.any_out_of_use:
+        """Devices that are to be read now, and seconds until there may be others, None: all is
+        well. They are out of use, and all that hung in them has ended; or their writes are paused:
+        whoever avoids a device must see by itself when it fails altogether."""
+        if not (self.any_out_of_use or self.any_writes_paused):
             return [], None
         found, pause_s = [], None
         with self._lock:
             now = self.clock()
             for number, device in enumerate(self._devices):
-                if not self._out_of_use[number] or device.for_good:
+                if device.for_good or not (self._out_of_use[number] or device.paused):
                     continue
                 device.hung = [batch for batch in device.hung if not batch.done()]
                 left = max(device.tries.due - now, FIRST_RETRY_S if device.hung else 0.0)
@@ -500,10 +505,18 @@ class DeviceHealth:
                 pause_s = left if pause_s is None else min(pause_s, left)
         return found, pause_s
 
-    def probe_failed(self, device: int) -> None:
-        """A device that was tried is not as it should be."""
+    def probed(self, device: int, *, right: bool) -> None:
+        """A device of :meth:`to_probe` was read; whether it is as it should be."""
         with self._lock:
-            self._devices[device].tries.failed(self.clock())
+            mine, in_use = self._devices[device], not self._out_of_use[device]
+            if in_use or not right:
+                mine.tries.failed(self.clock())
+            if in_use and right:
+                mine.reads.count = 0
+        if right:
+            self.restore(device)
+        elif in_use:
+            self._failed(Op.READ, device, "its superblock cannot be read", again=False)
 
     @property
     def quarantined(self) -> frozenset[int]:

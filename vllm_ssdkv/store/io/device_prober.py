@@ -21,7 +21,7 @@ from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.memory.memory_plan import PROBE_BYTES, PROBES
 
 _LOOK_S: Final = 1.0
-"""Pause after a round of probes that an error has ended, in seconds."""
+"""Pause after a round of probes that an error has ended, or while one hangs, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,8 @@ class Identity:
 
 
 class DeviceProber:
-    """Tries devices that are out of use, in a thread that exists from the first one on.
+    """Reads devices that are out of use, or take no writes, in a thread that exists from the first
+    one on.
 
     A probe goes through the engine, with the deadline of all I/O, so that nothing waits for a
     device that hangs. It reads both copies of the superblock; one of them must be whole and name
@@ -60,12 +61,12 @@ class DeviceProber:
         self._arena, self._identities = arena, identities
         self._errors = ThreadErrors(files.counters, "prober")
         self._free = [offset + i * PROBE_BYTES for i in range(PROBES)]
-        self._hung: list[tuple[int, Batch]] = []
-        """Memory that a probe may still write to."""
+        self._hung: list[tuple[int, int, Batch]] = []
+        """Devices, and memory that their probes may still write to."""
         self._wake = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self._health.on_quarantine.append(self._begin)
+        self._health.on_trouble.append(self._begin)
 
     def step(self) -> float | None:
         """Try the devices that are due. Blocks for one deadline at most.
@@ -73,23 +74,24 @@ class DeviceProber:
         Returns:
             Seconds until there may be others; None: until a device is out of use.
         """
-        self._free += [at for at, batch in self._hung if batch.done()]
-        self._hung = [(at, batch) for at, batch in self._hung if not batch.done()]
+        hung, self._hung = self._hung, []
+        for device, at, batch in hung:
+            (self._free.append(at) if batch.done() else self._hung.append((device, at, batch)))
         due, pause_s = self._health.to_probe()
+        hanging = {device for device, _, _ in self._hung}
         under_way = []
-        for device in due[: len(self._free)]:
+        for device in [one for one in due if one not in hanging][: len(self._free)]:
             at = self._free.pop()
             self._arena.view(at, PROBE_BYTES)[:] = 0  # what is found there comes from the device
             under_way.append((device, at, self._read(device, at)))
         end = time.monotonic() + self._files.deadline_s
         for device, at, batch in under_way:
             ended = batch.wait(max(0.0, end - time.monotonic()))
-            (self._free.append(at) if ended else self._hung.append((at, batch)))
-            if ended and self._is_right(device, at, batch):
-                self._health.restore(device)
-            else:
-                self._health.probe_failed(device)
-        return self._health.to_probe()[1] if due else pause_s
+            (self._free.append(at) if ended else self._hung.append((device, at, batch)))
+            self._health.probed(device, right=ended and self._is_right(device, at, batch))
+        if due:
+            pause_s = self._health.to_probe()[1]
+        return pause_s if pause_s is None else max(pause_s, _LOOK_S if self._hung else 0.0)
 
     def _read(self, device: int, at: int) -> Batch:
         offsets = COPY_OFFSETS if device in self._identities else (SUPERBLOCK_BYTES,)
@@ -147,4 +149,4 @@ class DeviceProber:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 return False
-        return all(batch.done() for _, batch in self._hung)
+        return all(batch.done() for _, _, batch in self._hung)
