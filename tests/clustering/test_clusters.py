@@ -90,15 +90,14 @@ def test_a_page_at_the_threshold_stays_outside() -> None:
     affinity = window.affinity("jaccard", 0.5, 4)
     assert affinity.density.tolist() == [1, 1, 0]
     for expand in ("medoid", "mean"):
-        found = cluster(affinity, 0.5, 8, expand=expand)  # type: ignore[arg-type]
+        found = cluster(affinity, 0.5, 8, expand=expand)
         assert sorted(sorted(one.tolist()) for one in found.lists()) == [[0, 1], [2]]
     # Of page 2 the distance to the medoid 0 is 1/4, to 1 it is 3/4: 1/2 on the mean.
     window = window_of({0, 1, 2, 3, 4, 5, 6, 7}, {0, 1, 2, 3}, {3, 4, 5, 8})
     affinity = window.affinity("conditional", 0.5, 4)
     assert affinity.weight[0].tolist() == [1, 0.75, 0, 0]
     mean, medoid = (
-        cluster(affinity, 0.5, 8, expand=expand).lists()  # type: ignore[arg-type]
-        for expand in ("mean", "medoid")
+        cluster(affinity, 0.5, 8, expand=expand).lists() for expand in ("mean", "medoid")
     )
     assert [one.tolist() for one in mean] == [[0, 1], [2, 0]]  # 0 is copied, at 1/4
     assert [one.tolist() for one in medoid] == [[0, 1, 2]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from vllm_ssdkv.profiling.clusters.lab import Settings
 from vllm_ssdkv.profiling.clusters.layer_reads import Scored, baseline
 from vllm_ssdkv.profiling.clusters.stability import Activity, control, half_test, stability
 from vllm_ssdkv.profiling.clusters.summary import summary_table
-from vllm_ssdkv.profiling.clusters.trace import PAGE, Trace, budget_pages
+from vllm_ssdkv.profiling.clusters.trace import F32, PAGE, Trace, budget_pages
 
 SETTINGS = Settings(budgets=(0.1,), drives=(1, 4), heads=2, batches=(1, 2), tokens=False)
 
@@ -201,12 +202,13 @@ def test_selection_by_medoids_searches_one_key_in_16(monkeypatch: pytest.MonkeyP
 
     searched: set[tuple[int, int]] = set()
 
-    class Index(faiss.IndexFlatIP):  # type: ignore[misc]
-        def search(self, query: np.ndarray, count: int) -> object:
-            searched.add((self.ntotal, count))
-            return super().search(query, count)
+    search: Any = faiss.IndexFlatIP.search
 
-    monkeypatch.setattr(faiss, "IndexFlatIP", Index)
+    def seen(index: faiss.IndexFlatIP, query: F32, count: int) -> object:
+        searched.add((index.ntotal, count))
+        return search(index, query, count)
+
+    monkeypatch.setattr(faiss.IndexFlatIP, "search", seen)
     keys = np.random.default_rng(0).normal(size=(3200, 8)).astype(np.float32)
     assert published.selection_speedup(keys, keys[:2], repeats=1) > 0
     assert searched == {(3200, 320), (200, 20)}
