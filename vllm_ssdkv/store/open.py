@@ -399,7 +399,9 @@ def open_rank(
     manifest = place.manifest()
     geometry = place.geometry
     placement = placement_of(manifest)
-    choice = _sparse_memory(place.config, manifest, contexts) if geometry.summary_pages else None
+    choice = None
+    if geometry.summary_pages:
+        choice = sparse_memory(place.config, manifest.numbers, contexts)
     plan = MemoryPlan.of(
         geometry,
         place.config.dram_bytes(place.tp_size),
@@ -458,12 +460,13 @@ def open_rank(
     return found
 
 
-def _sparse_memory(config: SSDKVConfig, manifest: Manifest, contexts: int | None) -> SparseMemory:
-    """Needs of requests that choose, in DRAM."""
+def sparse_memory(config: SSDKVConfig, slots: int, contexts: int | None) -> SparseMemory:
+    """Needs of requests that choose, in DRAM, from a store with so many slots; see
+    :func:`open_rank` for ``contexts``."""
     sparse = config.sparse
     return SparseMemory(
         config.page_tokens,
-        manifest.numbers,
+        slots,
         sparse.page_cache,
         sparse.summaries,
         sparse.page_policy,
