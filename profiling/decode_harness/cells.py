@@ -222,7 +222,7 @@ def options(scale: Scale, group: Group, layers: int) -> SSDKVConfig:
     # Nothing is streamed through staging here; an eighth of it makes the tails of slots.
     staging = max(scale.staging, min(512 * MIB, 64 * 16 * geometry.tail_bytes))
     given["io"] = {"staging": staging}
-    dram = _dram_for_all(SSDKVConfig.from_extra_config(given), geometry, room.blocks)
+    dram = _dram_for_all(SSDKVConfig.from_extra_config(given), geometry, staging, room.blocks)
     return SSDKVConfig.from_extra_config({**given, "dram_gib": _text(dram)})
 
 
@@ -230,7 +230,7 @@ SPARE_FRAMES: Final = 64
 """Frames beside those of the contexts: for blocks on their way into the store."""
 
 
-def _dram_for_all(config: SSDKVConfig, geometry: SlotGeometry, blocks: int) -> int:
+def _dram_for_all(config: SSDKVConfig, geometry: SlotGeometry, staging: int, blocks: int) -> int:
     """Bytes of DRAM of which the product's own division has frames and summaries for ``blocks``."""
     choice = sparse_memory(config, blocks, blocks)
     nbytes = (blocks + SPARE_FRAMES) * geometry.frame_bytes
@@ -238,8 +238,8 @@ def _dram_for_all(config: SSDKVConfig, geometry: SlotGeometry, blocks: int) -> i
         plan = MemoryPlan.of(
             geometry,
             nbytes,
-            config.io.staging,
-            most_bytes=2 * nbytes + config.io.staging,
+            staging,
+            most_bytes=2 * nbytes + staging,
             scrub=True,
             choice=choice,
         )
