@@ -399,9 +399,7 @@ def open_rank(
     manifest = place.manifest()
     geometry = place.geometry
     placement = placement_of(manifest)
-    choice = None
-    if geometry.summary_pages:
-        choice = sparse_memory(place.config, manifest.numbers, contexts)
+    choice = sparse_memory(place.config, manifest.numbers, contexts)
     plan = MemoryPlan.of(
         geometry,
         place.config.dram_bytes(place.tp_size),
@@ -409,7 +407,7 @@ def open_rank(
         most_bytes=place.config.most_dram_bytes(place.tp_size),
         scrub=place.config.io.scrub_rate is not None
         or (remote is not None and place.config.replicas > 1),
-        choice=choice,
+        choice=choice if geometry.summary_pages else None,
     )
     present = manifest.present()
     paths = [device.path for device in present]
