@@ -18,7 +18,7 @@ from tests.connector.simulation import CHUNK, WINDOW, Simulation
 from tests.connector.symbols import answer
 from vllm_ssdkv.base.errors import StoreFailedError
 from vllm_ssdkv.connector.messages import BACKGROUND, RankReport
-from vllm_ssdkv.connector.scheduler import context_recovery
+from vllm_ssdkv.connector.scheduler import context_recovery, scheduler
 from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
 from vllm_ssdkv.store.index.journal import Journal
 from vllm_ssdkv.store.index.slot_index import SlotIndex
@@ -418,7 +418,9 @@ def test_a_store_too_small_to_spare_a_slow_device_does_not(page: Make) -> None:
     assert run.rebalancer.weights == [1.0, 1.0]
 
 
-def test_a_store_that_can_serve_nobody_says_so(page: Make) -> None:
+def test_a_store_that_can_serve_nobody_says_so(page: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When nobody waits any more for the device to come back."""
+    monkeypatch.setattr(scheduler, "RETURN_S", 0.0)
     run = page(slots=20)
     run.lose_device(1)
     run.add("a", prompt(20), 4)
