@@ -524,7 +524,7 @@ def test_usage_counts_what_can_be_found_and_what_is_pinned() -> None:
         index.publish(slot, key(slot))
     index.unpin(slots_of(0))
     assert index.usage(0, 8) == (2, 0, 3, 5)
-    assert index.usage(0, 1) == (1, 0, 1)
-    assert index.usage(2, 2) == (0, 2, 0)
-    assert index.usage(4, 4) == (0, 0, 4)
+    assert index.usage(0, 1) == (1, 0, 0, 1)
+    assert index.usage(2, 2) == (0, 0, 2, 0)
+    assert index.usage(4, 4) == (0, 0, 0, 4)
     assert len(slots) == 4

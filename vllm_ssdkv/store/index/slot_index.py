@@ -5,9 +5,9 @@ Blocks are evicted here, DRAM frames by ``store/cache/frames.py``, single pages 
 
 A slot is *free*, *writing* (allocated, not yet findable), *ready* (findable by its key), *private*
 (in use, but not findable: a duplicate, or dropped while pinned), *masked* (journalled, but on a
-device that is out of use) or *lost* (likewise, but empty; or a number that no slot has now). ``publish`` makes it findable in this process;
-``durable`` makes it findable after a restart, too. A slot is handed out again only after the
-journal was told that its old content is gone.
+device that is out of use) or *lost* (likewise, but empty; or a number that no slot has now).
+``publish`` makes it findable in this process; ``durable`` makes it findable after a restart, too. A
+slot is handed out again only after the journal was told that its old content is gone.
 
 **Masked slots** are not found, and are found again when their device is back, in this process or
 after a restart: the journal keeps them. A block that is stored anew meanwhile takes the key over

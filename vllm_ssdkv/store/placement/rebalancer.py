@@ -33,7 +33,7 @@ from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.format.slot_geometry import I64
-from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS, SlotIndex
+from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS, SlotIndex, Usage
 from vllm_ssdkv.store.placement.growth import StoreGrowth
 from vllm_ssdkv.store.placement.placement import Placement
 from vllm_ssdkv.store.placement.segments import best_striping, restriped, speedup
@@ -55,6 +55,10 @@ device of eight that is as fast again as the others, or a ninth one, gives 1.13.
 LOOK_SHARE = 20
 """Looking for segments that can be emptied takes a twentieth of the time at most while it is in
 vain: it takes as long as the store is large."""
+
+SECOND_COPY_AFTER_S = 600.0
+"""Blocks with one copy in reach are given up for slots with two only when the device of the other
+one has been out of use for so long: most are back by then."""
 
 _RETRY_S = 5.0
 
@@ -206,6 +210,7 @@ class Rebalancer:
         """Instant at which the manifest was given the successors."""
         self._gone = self.out_of_use()
         """Devices that were out of use when what lies there was masked."""
+        self._gone_at = clock()
         self._demand = 0
         """Slots that were asked for until then, or until masked blocks were given up last."""
         self._outdated: list[Segment] = []
@@ -232,6 +237,7 @@ class Rebalancer:
         What is not durable yet is dropped. Takes time that grows with the store."""
         everything = np.arange(self._index.num_slots, dtype=np.int64)
         self._gone = self.out_of_use()
+        self._gone_at = self._clock()
         self._demand = self._asked()
         masked, dropped = self._index.mask(everything[self.placement.lost(self._gone, everything)])
         self._counters.add("slots_dropped", dropped, cause="device_lost")
@@ -426,12 +432,18 @@ class Rebalancer:
         self._look = False
         usage = {s.first: index.usage(s.first, s.slots) for s in self._stale}
         asked = self._asked() - self._demand
+        away = self.out_of_use().any()
+        recently = away and began - self._gone_at < SECOND_COPY_AFTER_S
         for segment in sorted(self._stale, key=lambda s: usage[s.first]):
             found = usage[segment.first]
             if found.pinned or (found.ready and coming > wanted):
                 continue
-            if found.masked and ((coming > wanted and not missing) or not (missing or asked)):
-                continue  # their device may be back before anybody stores a block
+            if found.ready and segment.copies > 1 and recently and not found.masked:
+                continue
+            if self._awaits_device(segment, found) and (
+                (coming > wanted and not missing) or not (missing or asked)
+            ):
+                continue
             if found.obtainable > index.available():
                 continue  # running requests were promised these: they cannot wait for the manifest
             successor = self._successor(segment)
@@ -454,6 +466,12 @@ class Rebalancer:
             self._put_at = ended
             self._pace.begun = index.counters["allocated"]
             self._saver.put(self._wanted())
+
+    def _awaits_device(self, segment: Segment, usage: Usage) -> bool:
+        """Check whether a segment holds blocks of which a device that is away has a part or a copy:
+        it may be back before anybody needs the place."""
+        out = self.out_of_use()
+        return bool(usage.ready or usage.masked) and any(out[lane] for lane in segment.lanes)
 
     def _wanted(self) -> list[Segment]:
         """The segments with their successors, and those that are new."""
