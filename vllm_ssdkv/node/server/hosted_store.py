@@ -525,8 +525,7 @@ class HostedStore:
             for device, nbytes in results.bytes_written:
                 self._policy.wrote([(device, nbytes)])
             for device in results.lost_devices:
-                dropped = self._device_weights.mark_lost(device, rank)
-                self.counters.add("slots_dropped", dropped, cause="device_lost")
+                self._device_weights.mark_lost(device, rank)
             for device in results.returned_devices:
                 self._device_weights.mark_returned(device, rank)
             self._pauses.told(rank, results.writing)
