@@ -164,6 +164,28 @@ def test_what_a_resumable_request_computes_with_drafts_is_its_own() -> None:
     assert not set(keys.to_store(resumable, 5, 0)) & set(stored)
 
 
+def test_blocks_that_a_choice_decoded_bind_it() -> None:
+    keys, chose, exact = keys_with({1: b"weights"}), request(), request(name="exact")
+    plain = keys.of(exact)
+    assert keys.of(chose) == plain
+    keys.bind_choice(chose, 2, b"choice")
+    keys.bind_choice(chose, 4, b"choice")
+    found = keys.of(chose)
+    assert found[:2] == plain[:2]
+    assert not set(found[2:]) & set(plain)
+    for start in range(5):
+        for stop in range(start, 6):
+            assert keys.of(chose, stop, start) == keys.to_store(chose, stop, start)
+            assert keys.of(chose, stop, start) == found[start:stop]
+    for block in range(2, 5):
+        assert keys.chosen(exact, block, b"choice") == [found[block]]
+        assert keys.chosen(exact, block, b"other") not in ([found[block]], [plain[block]])
+        assert keys.chosen(request(1, name="1"), block, b"choice") != [found[block]]
+    assert keys.chosen(exact, 5, b"choice") == []
+    keys.forget(chose.request_id)
+    assert keys.of(chose) == plain
+
+
 class TestRanks:
     """Reports of ranks."""
 

@@ -3,6 +3,9 @@
 A key binds three things: the tokens, which vLLM's block hash stands for; the *namespace*, a digest
 of the weights in memory and of the settings that change KV; and the adapter's weights, as they were
 loaded. So KV is found only by an engine that computes with the same.
+
+Blocks with a token that was decoded from a chosen part of its context, and all blocks behind one,
+bind the options of that choice, too: only requests that choose alike find them.
 """
 
 from __future__ import annotations
@@ -92,6 +95,8 @@ class BlockKeys:
         self.suspended = False
         """True if the store is: nobody is to find what is computed."""
         self._identities: dict[str, bytes] = {}
+        self._chosen: dict[str, tuple[int, bytes]] = {}
+        """First block of a request that binds a choice, and the digest of that choice."""
         self._own: dict[str, bytes] = {}
         self._mixed: set[str] = set()
         self._apart: set[str] = set()
@@ -99,8 +104,8 @@ class BlockKeys:
 
     def __bool__(self) -> bool:
         """Check whether anything is remembered of any request."""
-        remembered = self._identities, self._own, self._mixed, self._apart, self._without_adapter
-        return any(map(bool, remembered))
+        remembered = self._own, self._mixed, self._apart, self._chosen
+        return any(map(bool, (self._identities, self._without_adapter, *remembered)))
 
     def identity(self, request: Request) -> bytes:
         """32 bytes of namespace and adapter; empty where the adapter is not known.
@@ -125,7 +130,27 @@ class BlockKeys:
         None where its adapter is not known.
         """
         identity = self.identity(request)
-        return self._named(self._hashes(request)[start:stop], identity) if identity else []
+        if not identity:
+            return []
+        hashes = self._hashes(request)[start:stop]
+        if request.request_id not in self._chosen:
+            return self._named(hashes, identity)
+        first, choice = self._chosen[request.request_id]
+        plain = max(0, first - start)
+        chosen = self._named(hashes[plain:], _bound_to(identity, choice))
+        return self._named(hashes[:plain], identity) + chosen
+
+    def bind_choice(self, request: Request, block: int, choice: bytes) -> None:
+        """Blocks of a request from ``block`` on hold, or follow, KV of tokens that were decoded by
+        a ``choice`` (:attr:`SSDKVConfig.choice`). The first call counts, until :meth:`forget`."""
+        self._chosen.setdefault(request.request_id, (block, choice))
+
+    def chosen(self, request: Request, block: int, choice: bytes) -> list[bytes]:
+        """Key of a request's block as one who chose in it or before it has stored it, if its
+        tokens and its adapter are known."""
+        identity = self.identity(request)
+        hashes = self._hashes(request)[block : block + 1] if identity else []
+        return self._named(hashes, _bound_to(identity, choice))
 
     def _hashes(self, request: Request) -> Sequence[bytes]:
         """Hashes of the request's tokens and media, whatever its adapter is called."""
@@ -200,7 +225,13 @@ class BlockKeys:
     def forget(self, request_id: str) -> None:
         """The request has ended, or starts again from its beginning."""
         self._identities.pop(request_id, None)
+        self._chosen.pop(request_id, None)
         self._own.pop(request_id, None)
         self._without_adapter.pop(request_id, None)
         self._mixed.discard(request_id)
         self._apart.discard(request_id)
+
+
+def _bound_to(identity: bytes, choice: bytes) -> bytes:
+    """The identity of blocks that were decoded by a choice."""
+    return hashlib.blake2b(identity + choice, digest_size=KEY_BYTES, person=b"choice").digest()
