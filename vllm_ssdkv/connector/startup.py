@@ -247,6 +247,7 @@ def open_scheduler(
             found.layout.tp_size,
             Speculation.of(vllm_config, found.layout.block_tokens),
             reuses=_reuses(vllm_config),
+            sees_media=_sees_media(vllm_config),
             x_share=_x_share(config, vllm_config),
             x_shape=x_shape(config, vllm_config),
         )
@@ -343,6 +344,25 @@ def _reuses(vllm_config: VllmConfig) -> bool:
         logger.warning(
             "ssdkv: vLLM finds no prefixes of this model again, as %s: nothing is found in the "
             "store, and nothing is stored",
+            reason,
+        )
+    return not reason
+
+
+def _sees_media(vllm_config: VllmConfig) -> bool:
+    """Check whether the tensors of images and the like reach the scheduler's process."""
+    media = vllm_config.model_config.multimodal_config
+    if media is None:
+        return True
+    reason = ""
+    if media.mm_processor_cache_type == "shm":
+        reason = "--mm-processor-cache-type shm keeps them from the scheduler"
+    elif vllm_config.ec_transfer_config is not None:
+        reason = "--ec-transfer-config brings what others have made of them"
+    if reason:
+        logger.warning(
+            "ssdkv: contents of images, videos and sounds are not known, as %s: blocks of a "
+            "request from its first one on are neither stored nor found",
             reason,
         )
     return not reason

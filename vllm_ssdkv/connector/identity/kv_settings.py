@@ -10,6 +10,7 @@ import copy
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -41,6 +42,21 @@ _OF_MEDIA: Final = (
     "video_pruning_rate",
 )
 """Fields of vLLM's multimodal configuration on which the KV of an image depends."""
+
+_ENVIRONMENT: Final = (
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
+)
+"""Variables of vLLM's that quantise activations, or order a block's bytes in another way. Nothing
+in the modules shows them. Those that choose between kernels of one precision change rounding."""
 
 _WITHOUT_EFFECT: Final = frozenset(
     {
@@ -80,6 +96,11 @@ def kv_settings(vllm_config: VllmConfig, cache_layout: str, *, chooses: bool) ->
         "config": _digest(json.dumps(_entries(model), sort_keys=True)),
         "hf_overrides": _overrides(model),
     }
+    given = {name: os.environ[name] for name in _ENVIRONMENT if os.environ.get(name)}
+    if given:
+        fields["environment"] = _text(given)
+    if vllm_config.additional_config:  # of platforms that are plugins
+        fields["additional_config"] = _text(vllm_config.additional_config)
     if chooses:
         # Earlier stores have decoded blocks under the keys of prompts.
         fields["decoded"] = "by choice"
