@@ -81,7 +81,7 @@ soak: install ## property tests with new draws, kills and faults in ROUNDS=100, 
 	SSDKV_SOAK_ROUNDS=$(or $(ROUNDS),100) SSDKV_SOAK_FUZZ_S=$(or $(FUZZ_S),120) \
 	  SSDKV_SOAK_MEMORY_S=$(or $(MEMORY_S),1800) SSDKV_SOAK_BATCH_S=$(or $(BATCH_S),600) \
 	  SSDKV_SOAK_NODE_S=$(or $(NODE_S),600) \
-	  $(bin)/pytest tests -m "soak or rounds or hypothesis" --timeout 14400 --reruns 0
+	  $(bin)/pytest tests -m "soak or rounds or hypothesis" --timeout 14400
 
 # Ends at the first finding: each sanitizer stops the program with a status of its own. setarch,
 # where it is allowed: older libtsan gives up on the random addresses of newer kernels.

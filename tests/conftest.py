@@ -11,9 +11,15 @@ from hypothesis import settings
 
 from tests.lanes import pytest_collection_modifyitems, pytest_xdist_make_scheduler
 from tests.messages import Undocumented
+from tests.time_limit import pytest_runtest_teardown, pytest_timeout_set_timer
 
 # Hooks of every run.
-__all__ = ["pytest_collection_modifyitems", "pytest_xdist_make_scheduler"]
+__all__ = [
+    "pytest_collection_modifyitems",
+    "pytest_runtest_teardown",
+    "pytest_timeout_set_timer",
+    "pytest_xdist_make_scheduler",
+]
 
 # Before anything imports a Hugging Face library, and for every child process: tests make their own
 # models and must not depend on a network.
@@ -95,6 +101,21 @@ def tmp_devices() -> Iterator[Callable[[int], list[Path]]]:
             return paths
 
         yield make
+
+
+@pytest.fixture
+def roomy_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """File systems say that they are half empty, however full this machine's are."""
+    blocks = 1 << 30
+
+    def half_empty(status: os.statvfs_result) -> os.statvfs_result:
+        fields = list(status)
+        fields[2:5] = blocks, blocks // 2, blocks // 2  # there are, free, free for users
+        return os.statvfs_result(fields)
+
+    for name in ("statvfs", "fstatvfs"):
+        ask = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda place, ask=ask: half_empty(ask(place)))
 
 
 @pytest.fixture

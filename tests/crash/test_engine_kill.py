@@ -68,6 +68,8 @@ class Zygote:
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.group: int | None = None
         """Process group of the engine that runs now."""
+        self.busy = False
+        """Whether the zygote has a task, and so reads none: a second one would wait in the pipe."""
         threading.Thread(target=self._listen, daemon=True).start()
         self.wait("imported")
 
@@ -87,7 +89,7 @@ class Zygote:
         if event["event"] == "started":
             self.group = event["pid"]
         elif event["event"] == "ended":
-            self.group = None
+            self.group, self.busy = None, False
         return event
 
     def wait(self, name: str) -> dict[str, Any]:
@@ -100,8 +102,9 @@ class Zygote:
             assert event["event"] != "ended", f"no {name}: {event}\n{self.tail()}"
 
     def start(self, ssdkv: dict[str, object] | None, **task: object) -> None:
-        """Have an engine started."""
+        """Have an engine started, when the one before has ended."""
         assert self._process.stdin is not None
+        assert not self.busy
         full = {
             "model": str(self.model),
             "ssdkv": ssdkv,
@@ -120,6 +123,7 @@ class Zygote:
             },
             **task,
         }
+        self.busy = True
         self._process.stdin.write(json.dumps(full) + "\n")
         self._process.stdin.flush()
 
@@ -128,6 +132,12 @@ class Zygote:
         if self.group is not None:
             with contextlib.suppress(ProcessLookupError):  # it ended; the event says how
                 os.killpg(self.group, signal.SIGKILL)
+
+    def end_engine(self) -> None:
+        """Kill the engine that a failed test has left, and wait for its end."""
+        while self.busy:
+            self.kill_engine()
+            self.next()
 
     def tail(self) -> str:
         """The last lines of the log, for messages of failed tests."""
@@ -244,6 +254,13 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     found = Zygote(model, root / "log")
     yield found
     found.close()
+
+
+@pytest.fixture(autouse=True)
+def no_engine_stays(zygote: Zygote) -> Iterator[None]:
+    """Every test ends its engine, whatever happens."""
+    yield
+    zygote.end_engine()
 
 
 @pytest.fixture(scope="module")

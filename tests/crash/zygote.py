@@ -8,6 +8,7 @@ standard output, one JSON object per line; everything else goes to standard erro
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -128,12 +129,20 @@ def child(task: dict[str, Any]) -> None:
             say(event="numbers", slots_total=index.num_slots, **numbers)
 
 
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it ends, however it does."""
+    pr_set_pdeathsig = 1
+    if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
 def fork(task: dict[str, Any]) -> None:
     """Run one task in a child, and wait for its end."""
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
+            end_with_parent()
             os.setsid()
             say(event="started", pid=os.getpid())
             child(task)
@@ -150,6 +159,7 @@ def fork(task: dict[str, Any]) -> None:
 if __name__ == "__main__":
     VOICE = os.dup(1)
     os.dup2(2, 1)
+    end_with_parent()
     import_all()
     say(event="imported")
     for line in sys.stdin:

@@ -27,6 +27,7 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
+from vllm_ssdkv.connector.metrics import stats_collector
 from vllm_ssdkv.store.devices import throughput
 
 IDLE_DEADLINE_S = 300.0
@@ -163,6 +164,10 @@ class Engine:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
         }
+        # What was counted is seen after every step, however many steps a machine takes in a second.
+        self._tell_interval_s = stats_collector.TELL_INTERVAL_S
+        if in_process:
+            stats_collector.TELL_INTERVAL_S = 0.0
         try:
             with environment(**variables):
                 self.llm = LLM(str(model), dtype=dtype, **settings)
@@ -191,6 +196,7 @@ class Engine:
     def _clean(self) -> None:
         torch.set_num_threads = self._set_num_threads
         throughput.WINDOWS = self._windows
+        stats_collector.TELL_INTERVAL_S = self._tell_interval_s
         if self.in_process:
             Engine._inside = False
             ensure_kv_transfer_shutdown()

@@ -22,7 +22,7 @@ BLOCK = 128
 
 
 @pytest.fixture
-def cache_home() -> Iterator[Path]:
+def cache_home(roomy_disk: None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="ssdkv-cache-", dir=disk_directory()) as root:
         yield Path(root)
 

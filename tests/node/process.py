@@ -60,7 +60,11 @@ class NodeProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> NodeProcess:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.kill()
+            raise
         return self
 
     def __exit__(

@@ -43,7 +43,17 @@ _TIER: Final = Label("tier", ("dram", "ssd"))
 _IO_KIND: Final = Label("kind", ("eio", "enospc", "short", "deadline", "other"))
 _DROP_CAUSE: Final = Label(
     "cause",
-    ("read_error", "write_error", "device_lost", "restriped", "weights", "unverified", "engine"),
+    (
+        "read_error",
+        "write_error",
+        "device_lost",
+        "restriped",
+        "replaced",
+        "reset",
+        "weights",
+        "unverified",
+        "engine",
+    ),
 )
 _JOURNAL_CALL: Final = Label("call", ("append", "sync", "rewrite"))
 _RECOMPUTE_CAUSE: Final = Label("cause", ("hit", "context"))

@@ -292,9 +292,11 @@ def test_what_was_stored_before_a_reset_is_gone(make: Make) -> None:
     store = make()
     place = store.place
     ranks = [open_rank(place, rank, Counters()) for rank in range(store.ranks)]
-    index, rebalancer = open_index(place)
+    counters = Counters()
+    index, rebalancer = open_index(place, counters)
     rebalancer.forget_stored()
     assert index.gauges()["ready"] == 0
+    assert counters.total("slots_dropped", cause="reset") == len(SLOTS)
     assert rebalancer.close()
     index.close()
     for rank in ranks:

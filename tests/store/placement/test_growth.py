@@ -35,7 +35,9 @@ LIMIT = 48 << 20
 
 
 @pytest.fixture
-def home(tmp_devices: Callable[[int], list[Path]], monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(
+    tmp_devices: Callable[[int], list[Path]], monkeypatch: pytest.MonkeyPatch, roomy_disk: None
+) -> Path:
     """The cache directory of a user who names no devices."""
     (root,) = tmp_devices(1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(root))

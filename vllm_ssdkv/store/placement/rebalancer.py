@@ -324,6 +324,7 @@ class Rebalancer:
         """The cache was reset: drop everything. Nothing that is stored now, nor in this opening of
         the store from now on, may be found by the headers of slots either. Never blocks; the
         manifest hears of it soon."""
+        self._counters.add("slots_dropped", self._index.gauges()["ready"], cause="reset")
         self._index.drop(np.arange(self._index.num_slots, dtype=np.int64))
         since = (self._index.opening + 1) << EPOCH_COUNTER_BITS
         self._successors = {
