@@ -1,4 +1,4 @@
-"""Places where vLLM turns its own prefix caching off: the store must serve no hits there, either."""
+"""Places where vLLM turns its own prefix caching off: the store serves no hits there, either."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latent attention (MLA) on a CPU without AMX: vLLM finds no prefixes, and neither does the store."""
+"""Latent attention (MLA) on a CPU without AMX, where vLLM finds no prefixes: nor does the store."""
 
 from __future__ import annotations
 

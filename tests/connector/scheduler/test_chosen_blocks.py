@@ -13,7 +13,7 @@ DECODED = 60
 BEFORE = len(PROMPT) // BLOCK
 """Blocks without a token that was decoded."""
 ALL = (len(PROMPT) + DECODED) // BLOCK
-EXACT = {"selector": "exact"}
+EXACT: dict[str, object] = {"selector": "exact"}
 
 
 def ask(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MAX_NAMES: Final = 1 << 16
 """Names that are remembered: more than vLLM holds media or their blocks in HBM."""
 
-_ALGORITHM: Final = "sha256"
+_ALGORITHM: Final = "blake3"
 
 
 @dataclass(slots=True)
@@ -37,6 +37,10 @@ class _Named:
 
     item: weakref.ref[MultiModalKwargsItem] | None
     digest: str
+
+    def is_of(self, item: MultiModalKwargsItem | None) -> bool:
+        """Check whether these very tensors have been digested."""
+        return item is not None and self.item is not None and self.item() is item
 
 
 class MediaContents:
@@ -80,9 +84,8 @@ class MediaContents:
             known = self._names[feature.identifier] = _Named(None, _digest_of(item))
             if len(self._names) > MAX_NAMES:
                 self._names.popitem(last=False)
-        elif known.item is None or known.item() is not item:
-            if known.digest != _digest_of(item):
-                known.digest = ""
+        elif not known.is_of(item) and known.digest != _digest_of(item):
+            known.digest = ""
         self._names.move_to_end(feature.identifier)
         known.item = None if item is None else weakref.ref(item)
         return known.digest
@@ -92,4 +95,4 @@ def _digest_of(item: MultiModalKwargsItem | None) -> str:
     if item is None:
         return ""
     content = {name: element.data for name, element in item.items()}
-    return MultiModalHasher.hash_kwargs(_ALGORITHM, medium=content)
+    return str(MultiModalHasher.hash_kwargs(_ALGORITHM, medium=content))
