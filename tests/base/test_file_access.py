@@ -35,7 +35,7 @@ def mode(path: Path) -> int:
         (0o755, 0o600, 0o700),
         (0o700, 0o600, 0o700),
     ],
-    ids=lambda value: oct(value),
+    ids=oct,
 )
 def test_what_is_made_is_as_shared_as_its_directory(
     tmp_path: Path, directory: int, file: int, inner: int

@@ -124,7 +124,7 @@ def test_the_descriptor_is_not_inherited(folder: Path) -> None:
         (0o700, 0o664, 0o600),
         (0o2775, 0o664, 0o660),
     ],
-    ids=lambda value: oct(value),
+    ids=oct,
 )
 def test_a_file_is_closed_to_others_and_left_to_its_group(
     folder: Path, caplog: pytest.LogCaptureFixture, directory: int, before: int, after: int

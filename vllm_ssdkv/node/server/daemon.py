@@ -31,6 +31,7 @@ from vllm_ssdkv.node.server.node_metrics import (
     serve_metrics,
     start_at_zero,
 )
+from vllm_ssdkv.node.server.newcomers import Newcomers
 from vllm_ssdkv.node.server.store_options import directory_of, store_options
 from vllm_ssdkv.node.server.store_registry import StoreRegistry
 from vllm_ssdkv.node.server.volumes import VolumeShelf
@@ -38,7 +39,8 @@ from vllm_ssdkv.node.server.volumes import VolumeShelf
 logger = logging.getLogger(__name__)
 
 _MORE_CONNECTIONS = 32
-"""Connections beyond three for each session (calls, bytes, attention): without a hello yet."""
+"""Connections beyond three for each session (calls, bytes, attention): over Unix sockets without a
+hello yet, and those that end. :class:`Newcomers` bounds those over TCP."""
 
 
 class Node:
@@ -77,6 +79,7 @@ class Node:
             counters,
             self.status,
             VolumeShelf(config, self._room),
+            Newcomers(counters),
         )
         credentials = None
         if config.keys is not None:
@@ -93,7 +96,7 @@ class Node:
                 self._listeners.append(listener)
             if config.metrics is not None:
                 collector = NodeCollector(counters, self._sources)
-                self._server, self.metrics_port = serve_metrics(config.metrics, collector)
+                self._server, self.metrics_port = serve_metrics(config.metrics, collector, counters)
             stack.pop_all()
 
     @property
@@ -126,13 +129,16 @@ class Node:
 
     def _accept(self, listener: Listener) -> None:
         most = 3 * self.config.most_sessions + _MORE_CONNECTIONS
+        newcomers = self._state.newcomers
         while (channel := listener.accept()) is not None:
             with self._threads_lock:
-                full = len(self._threads) >= most
+                full = len(self._threads) - len(newcomers) >= most
             if full:
                 self.counters.add("node_refusals", 1, cause="limit")
                 channel.close()
                 continue
+            if not channel.is_unix:
+                newcomers.add(channel)
             connection = Connection(channel, self._state)
             self._start_thread(connection.serve, "ssdkv-node-session")
 

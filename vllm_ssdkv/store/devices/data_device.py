@@ -87,8 +87,8 @@ def open_device(
     """Open, lock and size device ``index`` for tensor-parallel rank ``rank``.
 
     A directory gets a file ``rank<r>.data``; a missing directory is created if its parent exists.
-    Both are their owner's, or the group's in a directory that a group shares. A block device serves rank 0 only, and must not be mounted. Existing bytes
-    are never changed or cut off.
+    Both are their owner's, or the group's in a directory that a group shares. A block device serves
+    rank 0 only, and must not be mounted. Existing bytes are never changed or cut off.
 
     Args:
         path: Directory or block device.
