@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from tests.cli.metric_pages import node_collector, node_page, page, served
-from vllm_ssdkv.base.metrics import BY_NAME
+from vllm_ssdkv.base.metrics import BY_NAME, Counters
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.cli.monitor.metrics_scrape import parse
 from vllm_ssdkv.cli.monitor.node_sample import (

@@ -25,13 +25,13 @@ from vllm_ssdkv.node.protocol.sockets import Listener
 from vllm_ssdkv.node.server.connection import HELLO_S, Connection, NodeState
 from vllm_ssdkv.node.server.drive_room import DriveRoom
 from vllm_ssdkv.node.server.hosted_store import HostedStore
+from vllm_ssdkv.node.server.newcomers import Newcomers
 from vllm_ssdkv.node.server.node_metrics import (
     NodeCollector,
     Source,
     serve_metrics,
     start_at_zero,
 )
-from vllm_ssdkv.node.server.newcomers import Newcomers
 from vllm_ssdkv.node.server.store_options import directory_of, store_options
 from vllm_ssdkv.node.server.store_registry import StoreRegistry
 from vllm_ssdkv.node.server.volumes import VolumeShelf

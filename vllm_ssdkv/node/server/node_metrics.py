@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 from socketserver import ThreadingMixIn
+from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -138,7 +138,7 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as in the base
         """Take a connection in. In the thread of ``serve_forever``."""
         with self._readers_lock:
-            excess = list(self._readers)[: len(self._readers) + 1 - MOST_READERS]
+            excess = list(self._readers)[: max(0, len(self._readers) + 1 - MOST_READERS)]
             self._readers[request] = time.monotonic() + READER_S
         self._end(excess)
         super().process_request(request, client_address)
@@ -155,10 +155,10 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
             with self._readers_lock:
                 if self._readers.pop(reader, None) is None:
                     continue
+                self.counters.add("node_refusals", 1, cause="limit")
                 # Under the lock: its thread has not closed it. That thread wakes, and does so.
                 with contextlib.suppress(OSError):
                     reader.shutdown(socket.SHUT_RDWR)
-            self.counters.add("node_refusals", 1, cause="limit")
 
     def shutdown_request(self, request: Any) -> None:  # noqa: ANN401 - as in the base
         """Close a connection, in its own thread."""
