@@ -70,8 +70,8 @@ class Node:
         counters = Counters()
         start_at_zero(counters)
         self.counters = counters
-        self._room = DriveRoom(config)
         self._registry = StoreRegistry(config, self._open_store)
+        self._room = DriveRoom(config, self._registry.names, counters)
         self._state = NodeState(
             config,
             secrets.token_bytes(16),
