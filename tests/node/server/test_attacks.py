@@ -15,8 +15,8 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from tests.alone import environment_with_tests
 from tests.node.process import NodeProcess
@@ -49,6 +49,7 @@ from vllm_ssdkv.node.protocol.messages import (
     Taken,
     Unpin,
     Written,
+    encode,
     kind_of,
     pack,
     unpack,
@@ -70,7 +71,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     options["metrics"] = f"127.0.0.1:{ports[1]}"
     with NodeProcess(root, **options) as found:
         # As many stores as it has shares: whoever comes later takes the place of one.
-        for spec in (SPEC, msgspec.structs.replace(SPEC, name="another")):
+        for spec in (SPEC, replace(SPEC, name="another")):
             with Attacker(Address.parse(found.address), "scheduler", spec=spec):
                 pass
         before = vitals(found)
@@ -79,7 +80,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline and beyond(vitals(found), before):
             time.sleep(0.2)
-        assert not beyond(vitals(found), before)
+        assert not beyond(vitals(found), before), (vitals(found), before)
         assert "Traceback" not in found.log()
         assert found.end() == 0
 
@@ -154,7 +155,15 @@ HELLO = Hello(1, 1, "scheduler", "calls", "raw", 0, SPEC)
         (framed(HELLO, 0, payload=b"x"), "1 of payload"),
         (Header(16, body_bytes=1 << 20).pack(), "1048576 bytes of body"),
         (framed(Hello(7, 9, "scheduler", "calls", "raw", 0, SPEC), 0), "speaks versions 7 to 9"),
+        (  # of a release whose hello has another shape
+            Header(kind_of(HELLO), version=9, body_bytes=1).pack() + b"x",
+            "speaks versions 9 to 9 of the protocol",
+        ),
         (framed(Hello(1, 1, "worker", "bytes", "raw", 0, SPEC), 0), "begins with the connection"),
+        (
+            framed(HELLO, 0).replace(encode(SPEC), encode(replace(SPEC, ranks=65))),
+            "Expected `int` <= 64",
+        ),
         (
             framed(Hello(1, 1, "worker", "bytes", "raw", 0, SPEC, b"x" * 16), 0),
             "no such session to join",
@@ -469,7 +478,7 @@ def test_blocks_of_loads_under_way_are_bounded(node: NodeProcess) -> None:
     address = Address.parse(node.address)
     with Attacker(address, "scheduler") as scheduler, Attacker(address, "worker") as attacker:
         load, count = _stored(scheduler, attacker, 930), MAX_ENTRIES
-        many = msgspec.structs.replace(
+        many = replace(
             load,
             slots=load.slots * count,
             epochs=load.epochs * count,

@@ -197,7 +197,7 @@ def serve_metrics(where: str, collector: Collector, counters: Counters) -> tuple
     try:
         family = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][0]
         kind = type("_Server", (_MetricsServer,), {"address_family": family, "counters": counters})
-        server = make_server(host, int(port), as_text, kind, _SilentHandler)
+        server: WSGIServer = make_server(host, int(port), as_text, kind, _SilentHandler)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"metrics: cannot listen at {where}: {error}") from error
     threading.Thread(target=server.serve_forever, name="ssdkv-metrics", daemon=True).start()
