@@ -58,6 +58,10 @@ MAX_DEVICES: Final = 64
 MAX_NODES: Final = 64
 """Addresses that the option ``nodes`` may have."""
 
+LEAST_NODE_DEADLINE_S: Final = 1.0
+"""Least ``io.deadline`` of an engine whose slots lie on nodes: a moment's pause of a node's drive
+must not take it out of use."""
+
 _OF_A_STORE: Final = (
     *("devices", "state_dir", "recover", "dram_gib", "admission", "trim"),
     "encryption",
@@ -524,6 +528,11 @@ class SSDKVConfig(OptionModel):
             yield (
                 'state_dir: missing; with nodes and mode "page" index and journal stay with the '
                 "engine, so give a directory on a disk of its machine"
+            )
+        if self.io.deadline < LEAST_NODE_DEADLINE_S:
+            yield (
+                f"io.deadline: {self.io.deadline:g} s is less than a node takes, "
+                f"{LEAST_NODE_DEADLINE_S:g} s: raise it, or leave out nodes"
             )
         for name in sorted(self.io.model_fields_set & {"engine", "queue_depth", "direct"}):
             yield f"io.{name}: is an option of the node where there are nodes: set it there"
