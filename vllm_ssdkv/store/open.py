@@ -12,7 +12,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from uuid import UUID, uuid4
 
@@ -27,6 +27,7 @@ from vllm_ssdkv.base.errors import (
     FormatError,
     StoreError,
 )
+from vllm_ssdkv.base.file_access import create_directory, why_refused
 from vllm_ssdkv.base.file_lock import require_unlocked
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import format_size
@@ -364,9 +365,14 @@ class StorePlace:
 
 def _make_directory(path: Path, *, parents: bool) -> None:
     try:
-        path.mkdir(mode=0o700, parents=parents, exist_ok=True)
+        if parents:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.is_dir():
+            with suppress(FileExistsError):  # another rank was faster
+                create_directory(path)
     except OSError as error:
-        raise StoreError(f"cannot make the directory {path}: {error.strerror}") from error
+        why = why_refused(path, error)
+        raise StoreError(f"cannot make the directory {path}: {why}") from error
 
 
 def open_rank(
