@@ -19,14 +19,14 @@ class WaitReason(Enum):
     ADAPTER = (
         "adapter",
         "both",
-        "The workers may hold its LoRA adapter, and have not told of its weights yet.",
+        "The workers may hold its LoRA adapter, and have still to tell of its weights.",
         "They tell, or three steps have passed.",
         "none",
     )
     HBM = (
         "hbm",
         "reuse",
-        "HBM has no room for its hit beside hits that are loaded and do not run yet (models with "
+        "HBM has no room for its hit beside hits that are loaded and still to run (models with "
         "sliding windows or states).",
         "Requests that run give blocks back.",
         "more KV memory, lower `--max-num-seqs`",
