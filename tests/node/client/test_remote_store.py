@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tests.node.client.scripted_node import FRAME, FRAMES, Connection, ScriptedNode
 from tests.node.waits import until
+from tests.store.model_time import ModelTime
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.node.client import remote_store
 from vllm_ssdkv.node.client.remote_store import RemoteStore
@@ -278,6 +279,8 @@ def test_a_load_may_wait_while_the_node_does_others(
     engine: Engine, node: ScriptedNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_store, "CALL_S", 0.2)
+    clock = ModelTime()
+    clock.govern(monkeypatch, remote_store)
     loads: list[tuple[Connection, int, int]] = []
 
     def hold(connection: Connection, message: Message, frame: Frame) -> None:
@@ -294,7 +297,7 @@ def test_a_load_may_wait_while_the_node_does_others(
     engine.load(4)
     until(lambda: len(loads) == 2)
     for _ in range(2):
-        time.sleep(0.8 * DEADLINE_S)
+        clock.sleep(0.8 * DEADLINE_S)
         assert engine.store.take_load_outcomes() == []
         bring()
         assert engine.outcome().complete
