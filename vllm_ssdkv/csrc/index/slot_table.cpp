@@ -17,8 +17,7 @@ uint64_t checked(uint64_t num_slots) {
 }
 
 const char* name_of(State state) {
-  static constexpr const char* kNames[] = {"FREE",    "WRITING", "READY",
-                                           "PRIVATE", "LOST",    "MASKED"};
+  static constexpr const char* kNames[] = {"FREE", "WRITING", "READY", "PRIVATE", "LOST", "MASKED"};
   return kNames[static_cast<size_t>(state)];
 }
 

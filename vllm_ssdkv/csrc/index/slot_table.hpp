@@ -214,7 +214,7 @@ class SlotTable {
 
   mutable std::mutex mutex_;
   uint32_t walk_ = 0;       // number of the walk
-  uint32_t cursor_;         // next masked or evictable slot that the walk will look at, or the latter's head
+  uint32_t cursor_;         // next masked or evictable slot it will look at, or the list's head
   size_t walk_visits_ = 0;  // how many it may still look at: the list may grow before its eyes
   size_t walk_number_ = 0;  // then, the next slot by number
 };
