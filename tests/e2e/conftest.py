@@ -15,7 +15,6 @@ import pytest
 from tests.conftest import disk_directory
 from tests.e2e.bench import PROMPTS, Bench
 from tests.e2e.models import MAKERS
-from tests.e2e.node_engine import LEASE_S
 from tests.e2e.stock import Stock
 from tests.lanes import ENGINE
 from tests.node.process import NodeProcess
@@ -156,6 +155,9 @@ def root() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def node(root: Path) -> Iterator[NodeProcess]:
-    """A node that runs while a module's tests do."""
-    with NodeProcess(root, lease=LEASE_S) as node:
+    """A node that runs while a module's tests do.
+
+    It is patient: an engine that the machine leaves without a core for seconds keeps its session.
+    """
+    with NodeProcess(root, lease=10.0) as node:
         yield node

@@ -207,14 +207,14 @@ def test_a_wait_is_counted_once_and_ends(all_configs: Configs, reason: WaitReaso
     end(run, *(name for name in run.requests if not name.startswith("stored")))
 
 
-def test_slots_that_never_come_end_the_engine(
-    all_configs: Configs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slots_that_never_come_end_the_engine(all_configs: Configs) -> None:
     """The manifest, for which they wait, cannot be saved."""
     run = new_slots(all_configs)
     run.manifest.late = True
     steps(run, 2)
-    monkeypatch.setattr(page_admission, "NEW_SLOTS_DEADLINE_S", 0.0)
+    run.pace.now += page_admission.NEW_SLOTS_DEADLINE_S
+    steps(run, 2)
+    run.pace.now += 1.0
     with pytest.raises(
         StoreFailedError, match=r"new slots since .* be saved: store\.json: of a test"
     ):
