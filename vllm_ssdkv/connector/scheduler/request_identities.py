@@ -10,10 +10,13 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.connector.messages import Adapter, RankReport
 from vllm_ssdkv.connector.scheduler.block_keys import BlockKeys
 from vllm_ssdkv.connector.scheduler.identities import TELLING_STEPS, HbmIdentities, RankIdentities
+from vllm_ssdkv.connector.scheduler.media_contents import MediaContents
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+    from vllm_ssdkv.connector.scheduler.scheduler_parts import EngineFacts
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +30,18 @@ class RequestIdentities:
         hbm: Identities of blocks in vLLM's own cache.
     """
 
-    def __init__(self, ranks: RankIdentities, name_key: bytes, counters: Counters, *, drafts: bool):
-        """``name_key``: :meth:`StorePlace.name_key`. ``drafts``: :attr:`Speculation.drafts`."""
+    def __init__(
+        self, ranks: RankIdentities, engine: EngineFacts, name_key: bytes, counters: Counters
+    ):
+        """``name_key``: :meth:`StorePlace.name_key`."""
         self.ranks = ranks
-        self.keys = BlockKeys(ranks.namespace, name_key, apart=drafts, adapter=ranks.adapter_digest)
+        self.keys = BlockKeys(
+            ranks.namespace,
+            name_key,
+            apart=engine.speculation.drafts,
+            adapter=ranks.adapter_digest,
+            media=MediaContents(engine.block_tokens, seen=engine.sees_media),
+        )
         self.hbm = HbmIdentities(ranks.namespace)
         self._counters = counters
         # Requests that have ended since the workers last told of their step.
@@ -74,7 +85,16 @@ class RequestIdentities:
         """A request has HBM blocks, of which it computes those from ``first`` on. vLLM takes them
         for cached from now on: others find them in this very step."""
         self._waits_since.pop(request.request_id, None)
-        self.hbm.holds(request.block_hashes[first:], self.to_store(request), block_ids)
+        self.computes(request, first, None, block_ids)
+
+    def computes(
+        self, request: Request, first: int, stop: int | None, block_ids: Sequence[Sequence[int]]
+    ) -> None:
+        """A request computes its blocks ``first`` to ``stop``, which HBM keeps for others."""
+        hashes, known = request.block_hashes[first:stop], self.keys.known_blocks(request)
+        border = len(hashes) if known is None else max(0, known - first)
+        self.hbm.holds(hashes[:border], self.to_store(request), block_ids)
+        self.hbm.holds(hashes[border:], b"", block_ids)
 
     def told(
         self, reports: Sequence[tuple[int, RankReport]], states: Collection[RequestState]
