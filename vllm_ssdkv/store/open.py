@@ -12,7 +12,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from uuid import UUID, uuid4
 
@@ -368,9 +368,11 @@ def _make_directory(path: Path, *, parents: bool) -> None:
     try:
         if parents:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not path.is_dir():
-            with suppress(FileExistsError):  # another rank was faster
-                create_directory(path)
+        try:
+            create_directory(path)
+        except FileExistsError:  # it was there, or another rank was faster
+            if not path.is_dir():
+                raise
     except OSError as error:
         why = why_refused(path, error)
         raise StoreError(f"cannot make the directory {path}: {why}") from error
