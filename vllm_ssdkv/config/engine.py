@@ -341,12 +341,26 @@ class SSDKVConfig(OptionModel):
             "drives where most prompts never come back, and computes each prefix twice."
         ),
     ] = "all"
+    on_reset: Annotated[
+        Literal["keep", "forget"],
+        Field(
+            description="When vLLM resets the cache and says so (`sleep`, `/pause`, "
+            "`release_kv_cache_memory`, `/reset_prefix_cache?reset_external=true`): `keep` hides "
+            "the store until the weights have been digested again, and shows what belongs to them; "
+            "`forget` never finds again what is stored."
+        ),
+        Reason(
+            "keep: keys have the digest of the weights, so what belongs to others is not found. "
+            "`ssdkv rm` erases a store."
+        ),
+    ] = "keep"
     trim: Annotated[
         bool,
         Field(
             description="Tell raw block devices (TRIM) what they need not keep: everything when a "
-            "store is made there, and all slots when the cache is reset; in idle moments, 1 GiB "
-            "per second at most. Data files are never trimmed: they keep their space."
+            "store is made there, and all slots that a reset of the cache dropped; in idle "
+            "moments, 1 GiB per second at most. Data files are never trimmed: they keep their "
+            "space."
         ),
         Reason(
             "false: slots are written again soon, which frees the old bytes just as well, and "
