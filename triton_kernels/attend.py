@@ -2,8 +2,8 @@
 
 The online softmax of Milakov and Gimelshein (2018) over tiles, as in FlashAttention (Dao 2022);
 the queries of all heads that share a KV head form the M dimension of one matrix product, so that K
-and V are loaded once per group. Short rows are split over their keys (FlashDecoding, Dao et al.
-2023) and merged by log-sum-exp.
+and V are loaded once per group. Short rows and listed pages are split over their keys
+(FlashDecoding, Dao et al. 2023) and merged by log-sum-exp.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm_ssdkv.kernels.operands.block_layout import (
     Rows,
     on_device,
 )
-from vllm_ssdkv.kernels.operands.page_list import PageList
+from vllm_ssdkv.kernels.operands.page_list import SPLIT_PAGES, PageList
 from vllm_ssdkv.triton_kernels.launch import (
     TL_DTYPES,
     dot_dtype,
@@ -66,6 +66,7 @@ def _attend_kernel(
     state_rows: int,
     tiles_per_row: int,
     splits: int,
+    first_split: int,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -77,6 +78,7 @@ def _attend_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
+    SPLIT_PAGES: tl.constexpr,
     SKIP_FUTURE: tl.constexpr,
     SLIDES: tl.constexpr,
     ABSOLUTE: tl.constexpr,
@@ -147,8 +149,11 @@ def _attend_kernel(
             )
         first_block = visible_begin
     keys = (end_block - first_block) * BLOCK_TOKENS
-    share = tl.cdiv(tl.cdiv(keys, BLOCK_N), splits) * BLOCK_N
-    low = split * share
+    if LIST_PER_HEAD:
+        share = SPLIT_PAGES * BLOCK_TOKENS
+    else:
+        share = tl.cdiv(tl.cdiv(keys, BLOCK_N), splits) * BLOCK_N
+    low = (first_split + split) * share
     high = tl.minimum(low + share, keys)
 
     GROUPS: tl.constexpr = BLOCK_TOKENS // PAGE_TOKENS
@@ -280,12 +285,12 @@ def attend_pages(
     layout: BlockLayout,
     scale: float,
     max_pages: int,
-    splits: int | None = None,
 ) -> None:
     """Fold listed pages into ``state``, in place: ``PageKernels.attend_pages``.
 
     All of ``pages`` are tensors on the query's device, the mask uint8 and contiguous; nothing is
-    read back. ``max_pages`` bounds the length of a list and sizes the launch. Alignment, splits and
+    read back. ``max_pages`` bounds the length of a list and sizes the launch. Every
+    ``SPLIT_PAGES`` pages of a list are one program and one state of a workspace. Alignment and
     errors: as :func:`attend`.
     """
     rows = Rows(
@@ -327,7 +332,7 @@ def attend_pages(
         ),
         scale=scale,
         sliding_window=None,
-        splits=splits,
+        splits=None,
     )
 
 
@@ -374,61 +379,70 @@ def _attend(
     dot = dot_dtype(query.dtype, layout.dtype)
     queries, keys = _tile(rows.max_queries * group, group, padded(head_size, 16), dot == tl.float32)
     tiles = -(-rows.max_queries // (queries // group))
-    if splits is None:
-        splits = _splits(rows, layout, query)
-    require(splits >= 1, f"splits must be at least 1, got {splits}")
+    at_once = _splits(rows, layout, query) if splits is None else splits
+    require(at_once >= 1, f"splits must be at least 1, got {splits}")
+    every = at_once
+    if list_per_head:
+        every = -(-rows.max_blocks // SPLIT_PAGES)
+        at_once = max(1, min(every, WORKSPACE_BYTES // (4 * query.numel())))
+    split = list_per_head or every > 1
     target = state
-    if splits > 1:
-        shape = (splits, tokens, query_heads)
+    if split:
+        shape = (at_once, tokens, query_heads)
         target = PartialState(
-            torch.full(shape, -torch.inf, device=query.device),
+            torch.empty(shape, device=query.device),
             torch.empty(shape, device=query.device),
             torch.empty((*shape, head_size), device=query.device),
         )
-    with on_device_of(query):
-        _attend_kernel[(len(rows) * tiles, layout.kv_heads, splits)](
-            query,
-            target.m,
-            target.l,
-            target.acc,
-            rows.query_begin,
-            rows.query_count,
-            rows.first_position,
-            rows.block_begin,
-            rows.block_end,
-            query if cache is None else cache,
-            block_offset,
-            block_position,
-            query if token_mask is None else token_mask,
-            scale,
-            0 if sliding_window is None else sliding_window,
-            query.stride(0),
-            tokens * query_heads,
-            tiles,
-            splits,
-            KV_HEADS=layout.kv_heads,
-            GROUP=group,
-            HEAD_SIZE=head_size,
-            BLOCK_TOKENS=layout.block_tokens,
-            PAGE_TOKENS=layout.page_tokens,
-            PAGE_STRIDE=layout.page_stride,
-            ALIGN=math.gcd(16, layout.page_stride_bytes, head_size * layout.dtype.itemsize),
-            BLOCK_M=queries,
-            BLOCK_N=keys,
-            BLOCK_D=padded(head_size, 16),
-            SPLIT=splits > 1,
-            SKIP_FUTURE=tiles > 1,
-            SLIDES=sliding_window is not None,
-            ABSOLUTE=cache is None,
-            LIST_PER_HEAD=list_per_head,
-            MASKED=token_mask is not None,
-            KV=TL_DTYPES[layout.dtype],
-            DOT=dot,
-            num_warps=8 if queries * padded(head_size) > 64 * 128 else 4,
-            num_stages=3,
-        )
-    if splits > 1:
-        merge(state, target.m, target.l, target.acc)
+    for first in range(0, every, at_once):
+        if split:
+            target.m.fill_(-torch.inf)
+        with on_device_of(query):
+            _attend_kernel[(len(rows) * tiles, layout.kv_heads, at_once)](
+                query,
+                target.m,
+                target.l,
+                target.acc,
+                rows.query_begin,
+                rows.query_count,
+                rows.first_position,
+                rows.block_begin,
+                rows.block_end,
+                query if cache is None else cache,
+                block_offset,
+                block_position,
+                query if token_mask is None else token_mask,
+                scale,
+                0 if sliding_window is None else sliding_window,
+                query.stride(0),
+                tokens * query_heads,
+                tiles,
+                at_once,
+                first,
+                KV_HEADS=layout.kv_heads,
+                GROUP=group,
+                HEAD_SIZE=head_size,
+                BLOCK_TOKENS=layout.block_tokens,
+                PAGE_TOKENS=layout.page_tokens,
+                PAGE_STRIDE=layout.page_stride,
+                ALIGN=math.gcd(16, layout.page_stride_bytes, head_size * layout.dtype.itemsize),
+                BLOCK_M=queries,
+                BLOCK_N=keys,
+                BLOCK_D=padded(head_size, 16),
+                SPLIT=split,
+                SPLIT_PAGES=SPLIT_PAGES,
+                SKIP_FUTURE=tiles > 1,
+                SLIDES=sliding_window is not None,
+                ABSOLUTE=cache is None,
+                LIST_PER_HEAD=list_per_head,
+                MASKED=token_mask is not None,
+                KV=TL_DTYPES[layout.dtype],
+                DOT=dot,
+                num_warps=8 if queries * padded(head_size) > 64 * 128 else 4,
+                num_stages=3,
+            )
+        if split:
+            merge(state, target.m, target.l, target.acc, in_order=list_per_head)
 
 
 def _check(

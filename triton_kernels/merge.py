@@ -63,14 +63,18 @@ def merge(
     part_m: torch.Tensor,
     part_l: torch.Tensor | None,
     part_acc: torch.Tensor,
+    *,
+    in_order: bool = False,
 ) -> None:
     """Fold n partial attentions over disjoint keys into ``state``, in place.
 
     ``part_m [n, T, Hq]``, ``part_l [n, T, Hq]`` float32 and ``part_acc [n, T, Hq, D]`` are n
     states as ``attend`` leaves them. With ``part_l = None`` they are finished results instead:
     ``part_m`` their log-sum-exps and ``part_acc`` their outputs (float32, float16 or bfloat16). A
-    part with ``part_m = -inf`` counts for nothing, whatever its other values. All contiguous, on
-    one device. Queued on the current stream; raises ``ValueError`` on wrong shapes or dtypes.
+    part with ``part_m = -inf`` counts for nothing, whatever its other values. ``in_order`` folds
+    one part after the other, so that the bits do not depend on how many come in one call. All
+    contiguous, on one device. Queued on the current stream; raises ``ValueError`` on wrong shapes
+    or dtypes.
     """
     state.check(state.acc)
     tokens, heads, head_size = state.acc.shape
@@ -105,7 +109,7 @@ def merge(
             parts,
             HEAD_SIZE=head_size,
             BLOCK_D=padded(head_size),
-            BLOCK_P=min(16, padded(parts)),
+            BLOCK_P=1 if in_order else min(16, padded(parts)),
             NORMALISED=part_l is None,
             num_warps=2,
         )

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 FLOAT32: int
 BFLOAT16: int
 FLOAT16: int
+SPLIT_PAGES: int
 
 def isa() -> str:
     """Name of the instruction set in force: "avx512", "avx2" or "portable"."""

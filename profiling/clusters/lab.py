@@ -346,7 +346,7 @@ def published_table(traces: Sequence[Trace], tables: Sequence[Table], settings: 
     ours = {
         "P9": f"{published.p9():.2f}",
         "P10": _against_no_cluster(tables, settings),
-        "P11": _of_schedules(tables, settings),
+        "P11": schedule_ratios(tables, settings),
         "P12": _selection(traces) if settings.tokens else "not measured: --no-tokens",
         "P13": _upkeep(traces),
         "P14": _against_lru(tables),
@@ -388,7 +388,8 @@ def _against_no_cluster(tables: Sequence[Table], settings: Settings) -> str:
     return f"time of single pages / Swarm, {most} drives: {', '.join(found)}"
 
 
-def _of_schedules(tables: Sequence[Table], settings: Settings) -> str:
+def schedule_ratios(tables: Sequence[Table], settings: Settings) -> str:
+    """P11 of our traces: time as members lie over that of the schedule, and copies over pages."""
     rows, least = _rows(tables, "Swarm's reads"), settings.drives[0]
     times = [
         ratio

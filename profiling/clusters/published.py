@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from vllm_ssdkv.profiling.clusters.drives import DRIVES, pool_bandwidth
-from vllm_ssdkv.profiling.clusters.trace import F32
+from vllm_ssdkv.profiling.clusters.trace import F32, PAGE
 
 ENTRY_BYTES: Final = 4096
 PAPER_DRIVES: Final = 8
@@ -89,11 +89,11 @@ def p9() -> float:
 
 
 def selection_speedup(keys: F32, query: F32, share: float = 0.1, repeats: int = 5) -> float:
-    """Time to choose ``share`` of all entries, over that of one representative in 16. One thread.
+    """Time to choose ``share`` of all entries, over that of one representative a page. One thread.
 
     ``keys`` [entries, size], ``query`` [group, size].
     """
-    every, few = _search(keys, query, share), _search(keys[::16], query, share)
+    every, few = _search(keys, query, share), _search(keys[::PAGE], query, share)
     return _seconds(every, repeats) / _seconds(few, repeats)
 
 

@@ -20,7 +20,10 @@ from vllm_ssdkv.profiling.decode_harness.models import (
     llama_8b_config,
     small_config,
 )
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.memory.memory_plan import MemoryPlan
 from vllm_ssdkv.store.memory.summary_rows import row_bytes
+from vllm_ssdkv.store.open import sparse_memory
 
 Tier = Literal["hbm", "dram", "ssd"]
 
@@ -219,11 +222,32 @@ def options(scale: Scale, group: Group, layers: int) -> SSDKVConfig:
     # Nothing is streamed through staging here; an eighth of it makes the tails of slots.
     staging = max(scale.staging, min(512 * MIB, 64 * 16 * geometry.tail_bytes))
     given["io"] = {"staging": staging}
-    pages = max(MIB, 64 * geometry.layer_bytes)
-    sparse |= {"summaries": max(MIB, channels + MIB), "page_cache": pages}
-    frames = (room.blocks + 64) * geometry.frame_bytes
-    dram = staging + pages + channels + frames + 32 * MIB
+    dram = _dram_for_all(SSDKVConfig.from_extra_config(given), geometry, staging, room.blocks)
     return SSDKVConfig.from_extra_config({**given, "dram_gib": _text(dram)})
+
+
+SPARE_FRAMES: Final = 64
+"""Frames beside those of the contexts: for blocks on their way into the store."""
+
+
+def _dram_for_all(config: SSDKVConfig, geometry: SlotGeometry, staging: int, blocks: int) -> int:
+    """Bytes of DRAM of which the product's own division has frames and summaries for ``blocks``."""
+    choice = sparse_memory(config, blocks, blocks)
+    nbytes = (blocks + SPARE_FRAMES) * geometry.frame_bytes
+    while True:
+        plan = MemoryPlan.of(
+            geometry,
+            nbytes,
+            staging,
+            most_bytes=2 * nbytes + staging,
+            scrub=True,
+            choice=choice,
+        )
+        # Contexts in frames leave the single pages' memory unused, and the store lends it.
+        frames = plan.frames + len(plan.page_runs.offsets)
+        if frames >= blocks + SPARE_FRAMES and plan.summary_rows >= blocks:
+            return nbytes
+        nbytes += max(MIB, nbytes // 32)
 
 
 def _text(nbytes: int) -> str:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -218,11 +219,11 @@ def choose(rows: Rows, which: Sequence[int] = (0, 1, 2)) -> SelectedContexts:
     return rows.rig.store.choose(rows.contexts(), which)
 
 
-@pytest.mark.parametrize("places", [16, 64])
+@pytest.mark.parametrize("places", [32, 64])
 def test_with_all_of_the_budget_it_is_dense_attention(
     make_rows: Callable[..., Rows], places: int
 ) -> None:
-    """With 16 places the pages of a layer come in two turns."""
+    """With 32 places the pages of a layer come in two turns."""
     rows = make_rows(places)
     away(rows)
     chosen = choose(rows)
@@ -235,7 +236,7 @@ def test_with_all_of_the_budget_it_is_dense_attention(
     chosen.close()
 
 
-@pytest.mark.parametrize("places", [16, 64])
+@pytest.mark.parametrize("places", [32, 64])
 def test_rows_that_share_their_context_read_it_once(
     make_rows: Callable[..., Rows], places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,7 +287,35 @@ def test_where_pages_are_changes_no_bit(make_rows: Callable[..., Rows]) -> None:
         assert not torch.allclose(outs[0][layer].double(), dense(rows, layer, queries_of(layer)))
 
 
-@pytest.mark.parametrize("places", [16, 64])
+def test_turns_change_no_bit(
+    make_rows: Callable[..., Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two lists of 16, 16 and 2 pages and two of 6 make six turns where 16 pages have room, and
+    one where all have, or lie in frames."""
+    monkeypatch.setattr(sys.modules[__name__], "LENGTHS", (600, 160))
+    outs: list[list[torch.Tensor]] = []
+    turns = []
+    for places, in_frames in ((32, False), (256, False), (32, True)):
+        rows = make_rows(places)
+        if not in_frames:
+            away(rows)
+        chosen = choose(rows, (0, 1))
+        with patch.object(chosen, "turns", wraps=chosen.turns) as spy:
+            outs.append(
+                [
+                    rows.attend(chosen, Budget(share=1.0), layer, queries_of(layer))[0]
+                    for layer in range(LAYERS)
+                ]
+            )
+        turns.append([len(chosen.turns(*call.args)) for call in spy.call_args_list])
+        chosen.close()
+    assert turns == [[6] * LAYERS, [1] * LAYERS, [1] * LAYERS]
+    for made in outs[1:]:
+        for one, other in zip(outs[0], made, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("places", [32, 64])
 def test_reading_ahead_changes_no_bit(make_rows: Callable[..., Rows], places: int) -> None:
     """Queries drift from step to step, so that some guesses are wrong, and one row comes late."""
     rows = make_rows(places)

@@ -93,7 +93,7 @@ def test_names_and_modes(tmp_path: Path) -> None:
             ("/abs/olute", "olute"),
             ("..\\..\\windows", "windows"),
             ("new\nline\x00.jsonl", "newline.jsonl"),
-            ("..", ".."),
+            ("...", "..."),
             ("x" * 999, "x" * 255),
             ("", "file"),
             ("größe 日本.jsonl", "größe 日本.jsonl"),
@@ -106,6 +106,12 @@ def test_names_and_modes(tmp_path: Path) -> None:
             )
             assert answer.status_code == 200, answer.text
             assert answer.json()["filename"] == shown
+        for name in (".", "..", "a/..", "b\\.", ".\x00."):
+            body, kind = multipart([("purpose", None, b"batch"), ("file", name, b"x")])
+            headers = {"Authorization": "Bearer key-a", "Content-Type": kind}
+            answer = await server.http.post("/v1/files", content=body, headers=headers)
+            assert answer.status_code == 400, name
+            assert answer.json()["error"]["param"] == "file"
         for odd in (
             "..",
             "../jobs.db",

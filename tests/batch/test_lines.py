@@ -1,7 +1,8 @@
-"""Reading the input: where lines are; nothing large in memory, nothing for what is blank."""
+"""Reading the input: where lines are; nothing large in memory, nothing for blanks or a mark."""
 
 from __future__ import annotations
 
+import codecs
 import io
 
 from hypothesis import given
@@ -13,14 +14,18 @@ ENDS = st.sampled_from([b"\n", b"\r\n"])
 PIECES = st.lists(st.tuples(st.binary(max_size=30).map(lambda b: b.strip(b"\r\n")), ENDS))
 
 
-@given(PIECES, st.booleans())
-def test_lines_are_where_they_say(pieces: list[tuple[bytes, bytes]], ends_open: bool) -> None:
+@given(PIECES, st.booleans(), st.booleans())
+def test_lines_are_where_they_say(
+    pieces: list[tuple[bytes, bytes]], ends_open: bool, has_mark: bool
+) -> None:
     data = b"".join(text + end for text, end in pieces)
     if ends_open:
         data = data.removesuffix(b"\n").removesuffix(b"\r")
-    lines = list(read_lines(io.BytesIO(data), limit=1000))
+    data = data.removeprefix(codecs.BOM_UTF8)
+    file = codecs.BOM_UTF8 + data if has_mark else data
+    lines = list(read_lines(io.BytesIO(file), limit=1000))
     for line in lines:
-        assert data[line.offset : line.offset + line.length] == line.text
+        assert file[line.offset : line.offset + line.length] == line.text
     expected = [
         (number, text.strip()) for number, text in enumerate(data.split(b"\n"), 1) if text.strip()
     ]

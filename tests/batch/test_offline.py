@@ -25,6 +25,8 @@ from vllm_ssdkv.batch.order import BLOCK_BYTES
 from vllm_ssdkv.batch.output_log import PartialOutput
 from vllm_ssdkv.cli.main import app
 
+MODEL = Path(__file__).resolve().parents[2] / "vllm_ssdkv" / "demo_model"
+
 
 def written(root: Path, texts: list[str]) -> Path:
     path = root / "in.jsonl"
@@ -232,6 +234,18 @@ def test_the_command_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert f"1 of them with an error, see {output}" in result.stderr
 
 
+def test_a_setting_that_vllm_refuses_is_told_in_the_last_line(tmp_path: Path) -> None:
+    path, output = written(tmp_path, ["a"]), tmp_path / "out.jsonl"
+    words = ["batch", "run", str(path), str(output), "--model", str(MODEL)]
+    result = CliRunner().invoke(app, [*words, "--max-model-len", "99999999"])
+    assert result.exit_code == 1
+    *before, last = result.stderr.splitlines()
+    assert last.startswith("vLLM does not start: ")
+    assert "User-specified max_model_len (99999999)" in last
+    assert not any("Traceback" in line for line in before)
+    assert not output.exists()
+
+
 def test_batches_of_a_server(url: str, tmp_path: Path) -> None:
     client = openai.OpenAI(api_key=KEYS[0], base_url=f"{url}/v1", max_retries=0)
     file = client.files.create(file=written(tmp_path, ["a", "b"]), purpose="batch")
@@ -259,6 +273,11 @@ def test_batches_of_a_server(url: str, tmp_path: Path) -> None:
     assert "409: Cannot cancel a batch with status 'completed'." in text
     assert ask("show", "../files")[0] == 1
     assert ask("ls", key="wrong") == (1, f"{url}/v1: 401: Unauthorized\n")
+    code, text = ask("ls", key=KEYS[1])
+    assert code == 0
+    assert text.startswith("No batches were made with this key.")
+    assert "--api-key" in text
+    assert ask("ls", "--json", key=KEYS[1]) == (0, "[]\n")
 
 
 def test_a_server_that_is_not_there(tmp_path: Path) -> None:

@@ -66,6 +66,43 @@ def request(endpoint: str, **body: object) -> Request:
     return parse_request(line(endpoint, **body), endpoint)
 
 
+def depth(value: object) -> int:
+    if isinstance(value, dict):
+        return 1 + max(map(depth, value.values()), default=0)
+    return 1 + max(map(depth, value), default=0) if isinstance(value, list) else 0
+
+
+@given(
+    st.recursive(
+        st.integers() | st.text('[]{}"\\', max_size=9),
+        lambda inner: (
+            st.lists(inner, max_size=2) | st.dictionaries(st.text('[{"\\'), inner, max_size=2)
+        ),
+        max_leaves=30,
+    ),
+    st.integers(0, 34),
+    st.sampled_from([("kv_transfer_params", 4), ("metadata", 32)]),
+)
+def test_fields_have_a_depth(inner: object, around: int, field: tuple[str, int]) -> None:
+    name, most = field
+    for _ in range(around):
+        inner = [inner]
+    if depth(inner) <= most:
+        assert request(COMPLETIONS, prompt="x", **{name: inner}).body()[name] == inner
+        return
+    with pytest.raises(LineError, match=f"'{name}' is nested more than {most} deep") as caught:
+        request(COMPLETIONS, prompt="x", **{name: inner})
+    error = caught.value
+    assert (error.code, error.param, error.custom_id) == ("nested_too_deeply", name, "id")
+
+
+def test_what_is_too_deep_for_any_reader_is_too_deep() -> None:
+    head = b'{"custom_id": "id", "method": "POST", "url": "/v1/completions", "body": {"prompt": '
+    with pytest.raises(LineError) as caught:
+        parse_request(head + b"[" * 100_000 + b"]" * 100_000 + b"}}", COMPLETIONS)
+    assert caught.value.code == "nested_too_deeply"
+
+
 def test_prompts_that_begin_alike_have_bytes_that_begin_alike() -> None:
     def chat(question: str, **others: object) -> bytes:
         messages = [{"role": "system", "content": "s" * 99}, {"role": "user", "content": question}]

@@ -75,6 +75,34 @@ def test_the_densest_page_is_the_first_medoid() -> None:
     assert len(clusters[0]) == 4
 
 
+def window_of(*pages: set[int]) -> ActivationWindow:
+    """A window in which each page was chosen by these of the queries 0 to 9."""
+    window = ActivationWindow(len(pages), 10)
+    for query in range(10):
+        window.record(np.array([page for page, by in enumerate(pages) if query in by], np.int64))
+    return window
+
+
+def test_a_page_at_the_threshold_stays_outside() -> None:
+    """Distances of exactly 1/2 are not below a threshold of 1/2."""
+    # Pages 0 and 1 have the same queries; 2 shares 2 of 4 queries with either.
+    window = window_of({1, 2, 3}, {1, 2, 3}, {2, 3, 4})
+    affinity = window.affinity("jaccard", 0.5, 4)
+    assert affinity.density.tolist() == [1, 1, 0]
+    for expand in ("medoid", "mean"):
+        found = cluster(affinity, 0.5, 8, expand=expand)
+        assert sorted(sorted(one.tolist()) for one in found.lists()) == [[0, 1], [2]]
+    # Of page 2 the distance to the medoid 0 is 1/4, to 1 it is 3/4: 1/2 on the mean.
+    window = window_of({0, 1, 2, 3, 4, 5, 6, 7}, {0, 1, 2, 3}, {3, 4, 5, 8})
+    affinity = window.affinity("conditional", 0.5, 4)
+    assert affinity.weight[0].tolist() == [1, 0.75, 0, 0]
+    mean, medoid = (
+        cluster(affinity, 0.5, 8, expand=expand).lists() for expand in ("mean", "medoid")
+    )
+    assert [one.tolist() for one in mean] == [[0, 1], [2, 0]]  # 0 is copied, at 1/4
+    assert [one.tolist() for one in medoid] == [[0, 1, 2]]
+
+
 def test_without_counts_each_page_is_alone() -> None:
     clusters = cluster(ActivationWindow(5, 64).affinity("jaccard", 0.5, 4), 0.5, 8)
     alone = singletons(5)

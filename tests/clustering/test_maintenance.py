@@ -44,6 +44,8 @@ def test_rule_nine_takes_every_near_cluster_closest_first() -> None:
         window.record(np.array(chosen))
     pairs = co_activated_clusters(window, np.array([6, 7]), clusters, 0.6)
     assert pairs.tolist() == [[6, 0], [6, 1]]  # at 1/4 and 1/2; 4 is at 3/4
+    at_the_threshold = co_activated_clusters(window, np.array([6, 7]), clusters, 0.5)
+    assert at_the_threshold.tolist() == [[6, 0]]
     joined = join(clusters, pairs, 8, 8)
     assert [one.tolist() for one in joined.lists()] == [[0, 1, 6], [2, 3, 6], [4, 5], [7]]
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from vllm_ssdkv.base import host
 from vllm_ssdkv.base.errors import ConfigError
-from vllm_ssdkv.base.host import available_memory, default_capacity
+from vllm_ssdkv.base.host import default_capacity
 from vllm_ssdkv.base.sizes import GIB, MIB
 from vllm_ssdkv.config import engine
 from vllm_ssdkv.config.engine import SSDKVConfig
@@ -533,17 +533,6 @@ def test_given_dram_is_shared_by_the_workers() -> None:
     assert made.dram_bytes(4) == 256 * MIB
     with pytest.raises(ConfigError, match=r"1 GiB over 32 workers is 32 MiB each, .* \(64 MiB\)"):
         made.dram_bytes(32)
-
-
-def test_a_container_limit_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unlimited = available_memory()
-    assert unlimited > 0
-    (tmp_path / "memory.max").write_text("3000\n")
-    (tmp_path / "memory.current").write_text("1000\n")
-    monkeypatch.setattr(host, "CGROUP", tmp_path)
-    assert available_memory() == 2000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert available_memory() > 2000
 
 
 # --- the option tree

@@ -160,6 +160,53 @@ anything = st.recursive(
 )
 
 
+def nested(depth: int, kind: type, leaf: object = 1) -> object:
+    """A value in so many lists or objects."""
+    for _ in range(depth):
+        leaf = [leaf] if kind is list else {"budget": leaf}
+    return leaf
+
+
+deep = st.builds(nested, st.integers(0, 20_000), st.sampled_from([list, dict]), anything)
+wide = st.integers(0, 100_000).map(lambda count: {str(i): i for i in range(count)})
+odd = st.sampled_from(
+    [
+        10**5000,
+        -(2**64),
+        math.inf,
+        math.nan,
+        "\ud800",
+        "a" * 100_000,
+        "\x00",
+        b"x",
+        {1: 2},
+        {b"x": 1},
+    ]
+)
+
+
+@given(
+    value=anything | deep | wide | odd | st.builds(nested, st.integers(1, 5), st.just(dict), odd)
+)
+def test_any_value_is_options_or_a_config_error(value: object) -> None:
+    try:
+        found = RequestOptions.of(value, CONFIG)
+    except ConfigError:
+        return
+    assert found.applied(CONFIG).selector in servable(CONFIG)
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_the_bounds_of_an_object_are_told(kind: type) -> None:
+    for depth in (5, 6, 500, 990, 100_000):
+        with pytest.raises(ConfigError, match="nested more than 4 deep"):
+            RequestOptions.of(nested(depth, kind), CONFIG)
+    with pytest.raises(ConfigError, match="got"):
+        RequestOptions.of(nested(4, dict), CONFIG)
+    with pytest.raises(ConfigError, match="more than 64 values"):
+        RequestOptions.of({"budget": [1] * 64}, CONFIG)
+
+
 @given(params=anything | st.fixed_dictionaries({"ssdkv": anything}))
 def test_nothing_that_a_client_sends_is_too_much(params: object) -> None:
     asked = RequestOverrides(CONFIG, Counters())

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ssdkv.base.errors import BenchError
-from vllm_ssdkv.fpga_offload.cards import CARDS, HILOS_GFLOPS, Card, CardName, Constant
+from vllm_ssdkv.fpga_offload.cards import CARDS, Card, CardName, Constant
 from vllm_ssdkv.fpga_offload.estimator import (
     DecodeStep,
     Estimate,
@@ -124,6 +124,15 @@ def test_one_chunk_overlaps_with_nothing() -> None:
     assert found.total_s == pytest.approx(found.flash_s + attend + 0.5)
 
 
+def test_memory_is_written_and_read() -> None:
+    """1,000 tokens of 64 channels, K and V in 16 bit, are 256,000 bytes."""
+    step = DecodeStep(layers=1, rows=1, kv_heads=1, group=1, head_size=64, tokens=1000)
+    card = dataclasses.replace(CARDS["smartssd"], flash=number(256e6), memory=number(256e6))
+    found = estimate(step, card, LINE_RATE)
+    assert (found.flash_s, found.memory_s) == pytest.approx((1e-3, 2e-3))
+    assert found.bound == "memory"
+
+
 @pytest.mark.parametrize("name", ["smartssd", "flash-controller"])
 def test_flash_bounds_both_cards(name: CardName) -> None:
     found = estimate(STEP, CARDS[name], LINE_RATE)
@@ -131,15 +140,18 @@ def test_flash_bounds_both_cards(name: CardName) -> None:
     assert found.total_s == pytest.approx(STEP.nbytes / CARDS[name].flash.value, rel=0.01)
 
 
-@pytest.mark.parametrize("group", HILOS_GFLOPS)
-def test_p20_by_their_cycles_and_by_line_rate(group: int) -> None:
-    """GFLOPS of a kernel are G times its bytes/s: two operations a head and element of 2 bytes."""
-    card = CARDS["smartssd"]
-    theirs = group * hilos_cycles(group).bandwidth(card.clock.value) / 1e9
-    assert theirs == pytest.approx(HILOS_GFLOPS[group], rel=0.005)
-    ours = group * attend_bandwidth(card, LINE_RATE) / 1e9
-    assert ours == pytest.approx(HILOS_GFLOPS[group], rel=0.05)
-    assert LINE_RATE.bandwidth(card.clock.value) > 18e9, "the memory is the bound, not the kernel"
+@pytest.mark.parametrize(("group", "gflops"), [(1, 11.9), (4, 46.8), (5, 56.3)])
+def test_cycles_and_speeds_of_the_papers_kernels_agree(group: int, gflops: float) -> None:
+    """Both are printed. A query head takes two operations for an element of 2 bytes."""
+    bandwidth = hilos_cycles(group).bandwidth(296.05e6)
+    assert group * bandwidth / 1e9 == pytest.approx(gflops, rel=0.005)
+
+
+def test_a_kernel_is_no_faster_than_its_memory() -> None:
+    card = dataclasses.replace(CARDS["smartssd"], clock=number(100e6), memory=number(5e9))
+    assert attend_bandwidth(card, LINE_RATE) == 5e9
+    half = dataclasses.replace(LINE_RATE, beat=2.0)
+    assert attend_bandwidth(card, half) == 3.2e9, "64 bytes in 2 cycles"
 
 
 def test_the_twins_of_the_offload_bench_have_the_same_drives() -> None:
@@ -185,7 +197,7 @@ def test_sparf_reads_as_much_as_the_paper_says() -> None:
     # k = s/16 of random tokens touches 64 % of pages of 16 (papers: page granularity).
     random = SparfReads(channels=16, budget=1 / 16, page_channels=2)
     by_page = dataclasses.replace(random, by_page=True)
-    first = (1 - (1 - 1 / 8) ** 2) / 2
+    first = 15 / 128  # of two channels a page one at least: 15/64, of K
     assert random.share(128) - first == pytest.approx(0.644, abs=0.001)
     assert by_page.share(128) == pytest.approx(first + 1 / 16)
     assert SparfReads(128, 1.0).share(128) == pytest.approx(1.5), "all of K twice, all of V"

@@ -1,5 +1,8 @@
 """Sparse attention over page lists and summaries of blocks, against the oracles."""
 
+import dataclasses
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +19,7 @@ from tests.oracles.sparse_attention import (
 from tests.sparse.contexts import Contexts, Row, contexts
 from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
-from vllm_ssdkv.kernels.operands.page_list import PageList
+from vllm_ssdkv.kernels.operands.page_list import SPLIT_PAGES, PageList
 from vllm_ssdkv.kernels.paged import (
     CpuPageKernels,
     TritonPageKernels,
@@ -106,18 +109,34 @@ def test_pages_may_come_in_any_parts(problem: Contexts, cut: float, seed: int) -
     assert_near(merged, at_once, 1e-5)
 
 
-def test_long_lists_are_split_over_threads_to_the_same_bits() -> None:
-    layout = BlockLayout.unpadded(16, 16, 1, 64, torch.bfloat16)
-    problem = Contexts(layout, 4, [Row(200, 3), Row(1, 1)])
-    everything = random_selection(problem, 1.0, False, 0)
-    listed = problem.page_list(everything)
-    outs = []
-    for threads in (1, 3, 3):
-        state = problem.state()
-        CpuPageKernels(threads).attend_pages(problem.query, state, listed, layout, problem.scale)
-        outs.append(state.acc / state.l[..., None])
-    assert torch.equal(outs[1], outs[2])
-    assert_near(outs[0], outs[1], 1e-5)
+def parts_of(listed: PageList, cuts: set[int]) -> list[PageList]:
+    """The lists in pieces, cut behind so many times ``SPLIT_PAGES`` pages of each."""
+    begin, end = np.asarray(listed.begin), np.asarray(listed.end)
+    edges = [0, *(SPLIT_PAGES * cut for cut in sorted(cuts)), len(listed.address)]
+    return [
+        dataclasses.replace(
+            listed, begin=np.minimum(begin + low, end), end=np.minimum(begin + high, end)
+        )
+        for low, high in pairwise(edges)
+    ]
+
+
+@given(seed=st.integers(0, 999), cuts=st.sets(st.integers(0, 9), max_size=4), masked=st.booleans())
+@settings(max_examples=8, deadline=None)
+def test_no_bit_depends_on_calls_or_threads(seed: int, cuts: set[int], *, masked: bool) -> None:
+    """Lists in any number of calls that have whole parts of them, on any number of threads."""
+    layout = BlockLayout.unpadded(16, 16, 2, 64, torch.bfloat16)
+    problem = Contexts(layout, 4, [Row(160, 3), Row(21, 1), Row(0, 2)], seed)
+    listed = problem.page_list(random_selection(problem, 0.9, masked, seed))
+    one, several = CpuPageKernels(1), CpuPageKernels(2 + seed % 3)
+    for isa in ISAS:
+        with using(isa):
+            whole, pieces = problem.state(), problem.state()
+            one.attend_pages(problem.query, whole, listed, layout, problem.scale)
+            for part in parts_of(listed, cuts):
+                several.attend_pages(problem.query, pieces, part, layout, problem.scale)
+        for name in ("m", "l", "acc"):
+            assert torch.equal(getattr(pieces, name), getattr(whole, name)), (isa, name)
 
 
 def test_a_page_after_the_query_is_not_seen() -> None:

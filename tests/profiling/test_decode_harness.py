@@ -23,12 +23,14 @@ from tests.oracles.sparse_attention import (
     page_weights,
     sparq_attention,
 )
+from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.config.engine import SelectorName, SSDKVConfig
+from vllm_ssdkv.connector.kv_layout import paged_geometry
 from vllm_ssdkv.profiling.decode_harness import stage
 from vllm_ssdkv.profiling.decode_harness.attention import attention_by
-from vllm_ssdkv.profiling.decode_harness.cells import Scale, groups
+from vllm_ssdkv.profiling.decode_harness.cells import Scale, groups, options
 from vllm_ssdkv.profiling.decode_harness.decoder import PagedDecoder, Room
-from vllm_ssdkv.profiling.decode_harness.models import make_model, small_config
+from vllm_ssdkv.profiling.decode_harness.models import head_size, kv_heads, make_model, small_config
 from vllm_ssdkv.profiling.decode_harness.tokens import (
     CHOOSING,
     COUNT,
@@ -48,6 +50,8 @@ from vllm_ssdkv.profiling.gpu_pack.results import (
     read_rows,
 )
 from vllm_ssdkv.profiling.gpu_pack.stage import StageRun
+from vllm_ssdkv.store.memory.memory_plan import MemoryPlan
+from vllm_ssdkv.store.open import sparse_memory
 
 pytestmark = pytest.mark.slow
 
@@ -334,6 +338,39 @@ def _handler() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("scale", [Scale.full(), Scale.rehearsal()], ids=lambda one: one.name)
+def test_memory_is_divided_as_the_product_divides_it(scale: Scale) -> None:
+    """No size of a part is given where DRAM has all contexts, and it has their frames and summaries
+    without being much larger."""
+    for group in groups(scale):
+        if group.tier != "dram" or not group.layers:
+            continue
+        config, room = (
+            options(scale, group, group.layers),
+            scale.room(group.context, group.requests),
+        )
+        assert config.sparse.page_cache is config.sparse.summaries is None
+        geometry = paged_geometry(
+            config,
+            group.layers,
+            kv_heads(scale.config),
+            head_size(scale.config),
+            room.block_tokens,
+            scale.dtype,
+        )
+        plan = MemoryPlan.of(
+            geometry,
+            config.dram_bytes(1),
+            config.io.staging,
+            scrub=True,
+            choice=sparse_memory(config, room.blocks, room.blocks),
+        )
+        assert plan.frames + len(plan.page_runs.offsets) > room.blocks
+        assert plan.summary_rows == room.blocks
+        held = room.blocks * (geometry.frame_bytes + geometry.tail_bytes)
+        assert plan.nbytes < 1.2 * (held + config.io.staging) + 16 * MIB
 
 
 def test_what_was_measured_before_the_end_is_there(tmp_path: Path) -> None:

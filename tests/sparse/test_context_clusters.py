@@ -212,3 +212,40 @@ def test_sinks_are_in_no_company(problem: Contexts) -> None:
         clusters.note_prompt(0, name, queries([1] * QUERIES))
     decode(clusters, problem, 1)
     assert clusters.totals.clusters == 2 * HEADS * (PAGES - OF_GROUP + 1)
+
+
+def test_pages_that_a_cluster_brought_do_not_count() -> None:
+    """A new page joins the company that queries choose with it, not what comes beside that.
+
+    Four pages are a cluster. Each query then seeks the new page, one member of the cluster, and two
+    pages beside, which take turns. The cluster brings its medoid with the member.
+    """
+    member, alone, new = range(1, 5), range(5, 11), 11
+    layout = BlockLayout.unpadded(PAGE, PAGE, HEADS, SIZE, torch.float32)
+    context = Contexts(layout, 1, [Row(new + 1, 3)], seed=3)
+    for page in range(1, new + 1):
+        own = direction(SIZE - 1 - page).view(1, SIZE).repeat(HEADS, 1) * 40
+        context.plant(0, page * PAGE + 5, own)
+        if page in member:
+            context.plant(0, page * PAGE + 6, direction(0).view(1, SIZE).repeat(HEADS, 1) * 40)
+    joined = []
+    for sought in member:
+        clusters = made()
+        clusters.note_prompt(0, "a", queries([0] * QUERIES))
+        for token in range(QUERIES):
+            beside = [alone[(2 * token + i) % len(alone)] for i in range(2)]
+            query = 20 * direction(SIZE - 1 - new) + 20 * direction(SIZE - 1 - sought)
+            query += sum(5 * direction(SIZE - 1 - page) for page in beside)
+            found = clusters.select(
+                selector(),
+                0,
+                ["a"],
+                query.repeat(1, HEADS, 1),
+                first_pages(context.summaries, new + min(token, 1)),
+                context.scale,
+            )
+            assert len(set(lists(found)[0]) & set(member)) > 1, "the cluster's others come, too"
+        # The sink, the cluster, those beside, and the new page, if it is alone.
+        joined.append(clusters.totals.clusters == HEADS * (2 + len(alone)))
+        assert clusters.totals.clusters == HEADS * (3 + len(alone) - joined[-1])
+    assert sum(joined) == 1, "where the member that queries seek is the medoid itself"

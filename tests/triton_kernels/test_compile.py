@@ -186,7 +186,6 @@ def test_attend_pages(
         layout=BlockLayout.unpadded(64, 16, 2, 128, torch.bfloat16),
         scale=0.1,
         max_pages=64,
-        splits=1,
     )
     ptx = check(recorder, capability)
     assert "mma" in ptx

@@ -25,7 +25,7 @@ from vllm_ssdkv.attention.mean_value import MeanRows, RunningMeanV
 from vllm_ssdkv.attention.sparse_deviation import Compared, SparseDeviation
 from vllm_ssdkv.kernels.dense import wait_for
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState, on_host
-from vllm_ssdkv.kernels.operands.page_list import PageList
+from vllm_ssdkv.kernels.operands.page_list import SPLIT_PAGES, PageList
 from vllm_ssdkv.kernels.paged import PageAttention, PageKernels
 from vllm_ssdkv.kernels.step_clock import AHEAD, ATTEND, FETCH, MERGE, SELECT, WAIT, StepClock
 from vllm_ssdkv.offload.protocol import ContextWork, HostKernels
@@ -571,7 +571,7 @@ class ChosenPages:
         anew when it is called again."""
         with lease:
             self._end_fetch()
-            turns = self.contexts.turns(self.wanted.pages)
+            turns = self.contexts.turns(self.wanted.pages, self._selection.begin, SPLIT_PAGES)
         for left, part in zip(reversed(range(len(turns))), turns, strict=True):
             try:
                 with lease:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import stat
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -15,10 +15,30 @@ from vllm_ssdkv.base.sizes import GIB
 DEFAULT_CAPACITY_LIMIT: Final = 64 * GIB
 DEFAULT_DRAM_LIMIT: Final = 4 * GIB
 CGROUP: Final = Path("/sys/fs/cgroup")
+GROUPS: Final = Path("/proc/self/cgroup")
 MEMINFO: Final = Path("/proc/meminfo")
 STATUS: Final = Path("/proc/self/status")
 NUMA_NODES: Final = Path("/sys/devices/system/node")
 _CAP_IPC_LOCK: Final = 14
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupFiles:
+    """Names that a version of control groups has for a group's limits, use and page cache."""
+
+    limits: tuple[str, ...]
+    used: str
+    reclaimable: tuple[str, ...]
+
+
+_VERSION_1: Final = _GroupFiles(
+    ("memory.limit_in_bytes",),
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
+_VERSION_2: Final = _GroupFiles(
+    ("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file")
+)
 
 
 def is_block_device(path: str) -> bool:
@@ -122,20 +142,49 @@ def _meminfo_available() -> int | None:
     return None
 
 
-def _cgroup_available() -> int | None:
-    """Bytes left below the memory limit of this container (cgroup v2); None without a limit."""
+def _memory_groups() -> Iterator[tuple[Path, _GroupFiles]]:
+    """Control groups that this process is in and their ancestors, which also limit it."""
     try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-        used = int((CGROUP / "memory.current").read_text())
+        lines = GROUPS.read_text().splitlines()
+    except OSError:
+        lines = ["0::/"]
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, files = (CGROUP / "memory", _VERSION_1) if controllers else (CGROUP, _VERSION_2)
+        # A container may see its own group mounted as the root, and its name with the host's parts.
+        names = [part for part in name.split("/") if part not in {"", ".."}]
+        while names and not root.joinpath(*names).is_dir():
+            del names[0]
+        for depth in range(len(names) + 1):
+            yield root.joinpath(*names[:depth]), files
+
+
+def _group_available(group: Path, files: _GroupFiles) -> int | None:
+    """Bytes left below the limits of one control group; None without a limit."""
+    limits: list[int] = []
+    for name in files.limits:
+        try:
+            limits.append(int((group / name).read_text()))
+        except (OSError, ValueError):  # the root has no such file, and "max" is no limit
+            continue
+    if not limits:
+        return None
+    try:
+        used = int((group / files.used).read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return None
-    return None if limit == "max" else max(0, int(limit) - used)
+    # The kernel takes pages of files back before it refuses memory: MemAvailable counts them, too.
+    reclaimable = sum(int(stat.get(key, 0)) for key in files.reclaimable)
+    return max(0, min(limits) - max(0, used - reclaimable))
 
 
 def available_memory() -> int:
-    """Bytes of memory that may be used without swapping, container limits respected."""
-    available = _meminfo_available()
-    limits = [n for n in (available, _cgroup_available()) if n is not None]
+    """Bytes of memory that may be used without swapping, below the limits of all containers."""
+    groups = [_group_available(group, files) for group, files in _memory_groups()]
+    limits = [n for n in (_meminfo_available(), *groups) if n is not None]
     return min(limits) if limits else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

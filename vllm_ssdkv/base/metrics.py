@@ -334,6 +334,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "slots",
         "Blocks that it has room for besides: `1 - slots_free / slots` is in use.",
     ),
+    gauge("slots_to_come", "slots", "Slots of `slots` that the store has yet to grow by."),
     gauge("slots_pinned", "slots", "Slots that may not be evicted now."),
     gauge("dram_frames", "frames", "Frames of the DRAM tier, all ranks."),
     gauge("dram_frames_used", "frames", "Frames of the DRAM tier that hold data, all ranks."),

@@ -99,3 +99,16 @@ def approximate_size(nbytes: int) -> str:
 def _text(number: float, decimals: int, unit: str) -> str:
     digits = f"{number:.{decimals}f}"
     return f"{digits.rstrip('0').rstrip('.')} {unit}"
+
+
+def blocks_of(used: int, slots: int, to_come: int = 0) -> str:
+    """Blocks of a store, and its room for some: ``176 of 180 blocks now, up to 6,202``.
+
+    Args:
+        used: Blocks that it has.
+        slots: Blocks that it has room for when it has grown as far as it may.
+        to_come: Those of ``slots`` that it has yet to grow by.
+    """
+    if not to_come:
+        return f"{used:,} of {slots:,} blocks"
+    return f"{used:,} of {slots - to_come:,} blocks now, up to {slots:,}"

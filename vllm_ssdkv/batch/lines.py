@@ -14,6 +14,8 @@ MAX_LINE: Final = 16 * MIB
 """Bytes of one line. A longer one is bad, and is skipped without holding it in memory."""
 
 _CHUNK: Final = MIB
+_BOM: Final = b"\xef\xbb\xbf"
+"""Mark at the beginning of a file that some editors write before UTF-8."""
 _BLANK: Final = re.compile(rb"\s*")
 
 
@@ -55,12 +57,13 @@ class Line:
 def read_lines(file: BinaryIO, limit: int = MAX_LINE) -> Iterator[Line]:
     """The lines that hold something, in order; memory is bounded by ``limit``. Blocks on I/O.
 
-    Blank lines cost no more than reading them.
+    Blank lines cost no more than reading them. A byte order mark before the first is passed over.
 
     Raises:
         OSError: the file cannot be read.
     """
-    data, at = b"", 0
+    data = file.read(_CHUNK)
+    at = len(_BOM) if data.startswith(_BOM) else 0
     start, number = 0, 1  # of data in the file; of the line that data[at] is in
     while True:
         blanks = _BLANK.match(data, at)

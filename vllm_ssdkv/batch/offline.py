@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from vllm_ssdkv.base.errors import BatchError
+from pydantic import ValidationError
+
+from vllm_ssdkv.base.errors import BatchError, SSDKVError
 from vllm_ssdkv.batch.answers import NO_TOKENS, Usage, failure_line, run_batch_line
 from vllm_ssdkv.batch.endpoint_protocol import Answering, NoReplyError
 from vllm_ssdkv.batch.output_log import PartialOutput
@@ -182,6 +184,9 @@ async def engine(arguments: Sequence[str]) -> AsyncIterator[Endpoints]:
 
     Follows ``vllm.entrypoints.launchers.run_batch`` of vLLM 0.32. Unknown options end the process
     with vLLM's message.
+
+    Raises:
+        BatchError: vLLM refuses a setting, or its engine did not start.
     """
     from starlette.datastructures import State
     from vllm.entrypoints.launchers.api_server.entry import (
@@ -198,12 +203,26 @@ async def engine(arguments: Sequence[str]) -> AsyncIterator[Endpoints]:
     parser.set_defaults(shutdown_timeout=SHUTDOWN_S)
     args = parser.parse_args(["--input-file", "-", "--output-file", "-", *arguments])
     validate_run_batch_args(args)
-    async with build_async_engine_client(
-        args, usage_context=UsageContext.OPENAI_BATCH_RUNNER
-    ) as client:
-        state = State()
-        await init_app_state(client, state, args, await client.get_supported_tasks())
-        yield Endpoints(state, client)
+    client_of = build_async_engine_client(args, usage_context=UsageContext.OPENAI_BATCH_RUNNER)
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            client = await stack.enter_async_context(client_of)
+            state = State()
+            await init_app_state(client, state, args, await client.get_supported_tasks())
+            endpoints = Endpoints(state, client)
+        except SSDKVError:
+            raise
+        except Exception as error:
+            raise BatchError(f"vLLM does not start: {_cause(error)}") from error
+        yield endpoints
+
+
+def _cause(error: Exception) -> str:
+    """The text of an error as one line, without the values that pydantic repeats."""
+    texts = [str(error)]
+    if isinstance(error, ValidationError):
+        texts = [fault["msg"] for fault in error.errors(include_url=False, include_input=False)]
+    return " ".join("; ".join(texts).split()) or type(error).__name__
 
 
 async def run_file(

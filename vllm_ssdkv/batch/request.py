@@ -8,6 +8,7 @@ is looked at here takes a few C calls per line.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -37,6 +38,11 @@ MAX_IDS: Final = 2 * MIB
 """Bytes of a list of numbers, such as of token ids, that is no prompt."""
 MAX_SEARCHED: Final = 4 * KIB
 """Bytes of fields that vLLM looks for after each token, or tokenizes."""
+MAX_DEPTH: Final = 32
+"""Lists and objects around a value in a field of a body, the field's own included."""
+MAX_TRANSFER_DEPTH: Final = 4
+"""The same of ``kv_transfer_params``. vLLM passes these on to its engine core as they are, and ends
+when they are nested some hundred deep."""
 BYTES_PER_TOKEN: Final = 4
 """Of a text, where it is not known better."""
 
@@ -47,6 +53,9 @@ _PROMPTS: Final = {
 }
 """Fields that may be long, by endpoint."""
 _SEARCHED: Final = ("stop", "bad_words")
+_TRANSFER: Final = "kv_transfer_params"
+_TO_LISTS: Final = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 _ALL: Final = ", ".join(ENDPOINTS)
 _CHUNK: Final = MIB
 _OBJECTS: Final = re.compile(rb"\[\s*\{")
@@ -171,6 +180,9 @@ def parse_request(text: bytes, endpoint: str | None, limits: Limits = NO_LIMITS)
 
 def not_json(error: Exception, custom_id: str | None) -> LineError:
     """The error of a line that is no JSON."""
+    if isinstance(error, RecursionError):
+        problem = f"This line is nested more than {MAX_DEPTH} deep."
+        return LineError("nested_too_deeply", problem, None, custom_id)
     return LineError("invalid_json_line", f"This line is not JSON: {error}", None, custom_id)
 
 
@@ -214,6 +226,7 @@ def _request(
     except msgspec.ValidationError:
         raise LineError("invalid_body", "'body' must be an object.", "body") from None
     _check_parts(bytes(_get(body, "messages")), MAX_MESSAGE_PARTS, "'messages' has")
+    _check_depth(body)
     _check_fields(url, body)
     if not _is_off(_get(body, "stream")):
         raise LineError("invalid_stream", "'stream' is not available in a batch.", "stream")
@@ -258,18 +271,52 @@ def _counted(text: bytes, most: int) -> tuple[int, int]:
 
     Ends early when there are too many. Memory is bounded by ``_CHUNK``.
     """
-    parts = numbers = quotes = at = 0
-    while at < len(text) and parts + quotes // 2 <= most:
+    parts = numbers = texts = 0
+    for outside, quotes in _outside_texts(text):
+        texts = quotes // 2
+        parts += outside.count(b"{") + outside.count(b"[")
+        numbers += outside.count(b",")
+        if parts + texts > most:
+            break
+    return parts + texts, numbers
+
+
+def _outside_texts(text: bytes) -> Iterator[tuple[bytes, int]]:
+    """JSON without the contents of its texts, a chunk at a time, and the quotes up to its end."""
+    quotes = at = 0
+    while at < len(text):
         end = min(at + _CHUNK, len(text))
         if text[end - 1 : end] == b"\\" and (run := _ESCAPES.match(text, end)):
             end = run.end() + 1  # no escape is cut in two
         pieces = text[at:end].replace(rb"\\", b"__").replace(rb"\"", b"__").split(b'"')
         outside = b"".join(pieces[quotes % 2 :: 2])
         quotes += len(pieces) - 1
-        parts += outside.count(b"{") + outside.count(b"[")
-        numbers += outside.count(b",")
+        yield outside, quotes
         at = end
-    return parts + quotes // 2, numbers
+
+
+def _check_depth(body: _Body) -> None:
+    """Refuse fields that are nested deeper than anybody needs: vLLM's recursions have no bound.
+
+    Raises:
+        LineError: one is.
+    """
+    for name, raw in body.items():
+        most = MAX_TRANSFER_DEPTH if name == _TRANSFER else MAX_DEPTH
+        text = bytes(raw)
+        if text.count(b"[") + text.count(b"{") <= most:
+            continue
+        brackets = b"".join(
+            outside.translate(_TO_LISTS, _NO_BRACKETS) for outside, _ in _outside_texts(text)
+        )
+        for _ in range(most):  # each turn takes away what is innermost
+            brackets = brackets.replace(b"[]", b"")
+        if brackets:
+            raise LineError(
+                "nested_too_deeply",
+                f"'{name[:64]}' is nested more than {most} deep.",
+                name[:64],
+            )
 
 
 def _get(body: _Body, name: str) -> msgspec.Raw:

@@ -100,7 +100,10 @@ class _Parts:
             raise ApiError(400, f"Unknown file field '{self._name[:64]}'.", self._name[:64])
         if self.form.filename is not None:
             raise ApiError(400, "There is more than one 'file'.", "file")
-        self.form.filename = shown_name(options[b"filename"].decode("utf-8", "replace"))
+        name = shown_name(options[b"filename"].decode("utf-8", "replace"))
+        if name in (".", ".."):
+            raise ApiError(400, f"A file cannot be called '{name}'.", "file")
+        self.form.filename = name
 
     def _data(self, data: bytes) -> None:
         if self._is_file:

@@ -175,6 +175,13 @@ def list_batches(url: _Url = _URL, key: _Key = "", as_json: arguments.Json = Fal
     if as_json:
         arguments.print_json(found)
         return
+    if not found:
+        typer.echo(
+            "No batches were made with this key. A server lists the batches of one key only, also "
+            "where it asks for none: give the key that the batches were made with (--api-key, "
+            "OPENAI_API_KEY), for example EMPTY."
+        )
+        return
     table = Table(
         "Batch", "Status", "Answered", "Failed", "Of", "Created", box=None, pad_edge=False
     )

@@ -17,7 +17,10 @@ from vllm_ssdkv.config.problems import problems
 from vllm_ssdkv.config.schema import OptionModel
 
 NAME: Final = "ssdkv"
-"""Of the object in ``kv_transfer_params``."""
+"""Name of the object in ``kv_transfer_params``."""
+_MAX_DEPTH: Final = 4
+_MAX_VALUES: Final = 64
+"""Bounds of the depth and the size of a client's object. More of it is never looked at."""
 
 
 class RequestOptions(OptionModel):
@@ -36,12 +39,14 @@ class RequestOptions(OptionModel):
 
     @classmethod
     def of(cls, given: object, config: SSDKVConfig) -> RequestOptions:
-        """Check what a request gives for an engine with these options.
+        """Check the options of a request against those of the engine. Any JSON value may come.
 
         Raises:
             ConfigError: it is not what it should be, or the engine's store cannot serve it; says
-                what is wrong and what is possible.
+                what is wrong and what is possible. Nothing else is raised: this runs in the
+                engine core, which an exception would end.
         """
+        _check_extent(given)
         try:
             raw = json.dumps(given)
             asked = cls.model_validate_json(raw)
@@ -85,6 +90,26 @@ class RequestOptions(OptionModel):
         sparse = config.sparse.model_copy(update=changed)
         selector = self.selector or config.selector
         return config.model_copy(update={"selector": selector, "sparse": sparse})
+
+
+def _check_extent(given: object) -> None:
+    """Refuse an object that is too deep or too large, without recursion.
+
+    Raises:
+        ConfigError: it is.
+    """
+    level, values = [given], 0
+    for _ in range(_MAX_DEPTH + 1):
+        inner: list[object] = []
+        for value in level:
+            if isinstance(value, dict | list | tuple):
+                values += len(value)
+                if values > _MAX_VALUES:
+                    raise ConfigError(f"the object has more than {_MAX_VALUES} values")
+                inner.extend(value.values() if isinstance(value, dict) else value)
+        level = inner
+    if level:
+        raise ConfigError(f"the object is nested more than {_MAX_DEPTH} deep")
 
 
 def servable(config: SSDKVConfig) -> tuple[SelectorName, ...]:

@@ -52,7 +52,8 @@ def check_engine(config: SSDKVConfig, vllm_config: VllmConfig, *, complete: bool
     # Where one of them cannot be helped, the ways out of the others lead nowhere.
     hopeless = [one for one in found if _is_hopeless(one, in_reuse)]
     if found:
-        lines = [one.sentence(in_reuse) for one in hopeless or found]
+        elsewhere = in_reuse if config.mode == "page" else []
+        lines = [one.sentence(elsewhere) for one in hopeless or found]
         raise UnsupportedError(
             f"SSDKVConnector cannot start in mode {config.mode!r}:\n"
             + "\n".join(f"  - {line}" for line in lines)

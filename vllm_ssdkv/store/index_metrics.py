@@ -70,6 +70,7 @@ class IndexMetrics:
         # Not every number has a slot: some are spare, for segments that will be striped anew.
         gauges["free"] += to_come
         self._counters.set("slots", float(self._index.num_slots - gauges["lost"] + to_come))
+        self._counters.set("slots_to_come", float(to_come))
         for name in _GAUGES:
             self._counters.set(f"slots_{name}", float(gauges[name]))
         self._counters.set("journal_bytes", float(gauges["journal_bytes"]))

@@ -399,7 +399,7 @@ def open_rank(
     manifest = place.manifest()
     geometry = place.geometry
     placement = placement_of(manifest)
-    choice = _sparse_memory(place.config, manifest, contexts) if geometry.summary_pages else None
+    choice = sparse_memory(place.config, manifest.numbers, contexts)
     plan = MemoryPlan.of(
         geometry,
         place.config.dram_bytes(place.tp_size),
@@ -407,7 +407,7 @@ def open_rank(
         most_bytes=place.config.most_dram_bytes(place.tp_size),
         scrub=place.config.io.scrub_rate is not None
         or (remote is not None and place.config.replicas > 1),
-        choice=choice,
+        choice=choice if geometry.summary_pages else None,
     )
     present = manifest.present()
     paths = [device.path for device in present]
@@ -458,12 +458,13 @@ def open_rank(
     return found
 
 
-def _sparse_memory(config: SSDKVConfig, manifest: Manifest, contexts: int | None) -> SparseMemory:
-    """Needs of requests that choose, in DRAM."""
+def sparse_memory(config: SSDKVConfig, slots: int, contexts: int | None) -> SparseMemory:
+    """Needs of requests that choose, in DRAM, from a store with so many slots; see
+    :func:`open_rank` for ``contexts``."""
     sparse = config.sparse
     return SparseMemory(
         config.page_tokens,
-        manifest.numbers,
+        slots,
         sparse.page_cache,
         sparse.summaries,
         sparse.page_policy,

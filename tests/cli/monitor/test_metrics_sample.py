@@ -28,6 +28,7 @@ BEFORE: dict[str, Any] = {
     "device_state": {("/a",): 1},
     "device_share": {("/a",): 0.75},
     "slots": {(): 100},
+    "slots_to_come": {(): 20},
     "slots_ready": {(): 60},
     "slots_free": {(): 30},
     "slots_pinned": {(): 10},
@@ -98,10 +99,8 @@ def test_what_is_there_is_that_of_the_later_page() -> None:
     assert (found.requests_running, found.requests_waiting, found.hbm_used) == (3, 2, 0.25)
     assert found.restored_tokens == {"dram": 150, "ssd": 3000}
     assert found.hit_rate_since_start == 0.725
-    assert (found.slots, found.slots_ready, found.slots_free, found.slots_pinned) == (
-        *(100, 60, 30),
-        10,
-    )
+    assert (found.slots, found.slots_to_come, found.slots_ready) == (100, 20, 60)
+    assert (found.slots_free, found.slots_pinned) == (30, 10)
     assert (found.dram_frames, found.dram_frames_used, found.dram_frames_dirty) == (8, 6, 2)
     assert {name for name, count in found.troubles.items() if count} == {"checksum_failures"}
 

@@ -74,6 +74,7 @@ def test_json_says_it_all(store: FilledStore) -> None:
         "devices": [str(path) for path in store.devices],
         "ranks": RANKS,
         "slots": store.placement.slots,
+        "slots_to_come": 0,
         "stored": len(SLOTS),
         "found": 0,
         "lost": 0,
@@ -163,7 +164,7 @@ def test_blocks_of_a_lost_journal_are_counted(store: FilledStore) -> None:
     result = fsck("--state-dir", store.state)
     shown = " ".join(result.stdout.split())
     assert f"{store.state / 'journal'} is missing" in shown
-    assert "3 of 354 slots hold a block" in shown
+    assert "2 rank(s), 3 of 354 blocks " in shown
     assert (
         "3 were found by the headers of their slots, 1 slot(s) with such a header are not" in shown
     )

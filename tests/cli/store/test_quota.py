@@ -141,7 +141,7 @@ def test_a_smaller_store_says_what_is_given_up(
     forecast = entry["forecast"]
     assert 0 < forecast["kept"] < len(slots)
     given_up = len(slots) - forecast["kept"]
-    assert f"{given_up} given up" in quota(device, "--capacity", "16MiB").stdout
+    assert f"{given_up:,} given up" in quota(device, "--capacity", "16MiB").stdout
     smaller = resized(store, 16 * MIB)
     index, rebalancer = open_index(smaller)
     try:

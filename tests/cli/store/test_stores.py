@@ -156,8 +156,10 @@ def test_a_store_in_use_is_not_removed(store: FilledStore) -> None:
     index, _ = open_index(store.place)
     result = ssdkv("rm", store.state, "--yes")
     index.close()
-    assert result.exit_code == 1
+    assert (result.exit_code, result.stdout) == (1, "")
     assert "is in use" in result.stderr
+    assert "to be removed" not in result.stderr
+    assert str(store.data(0, 0)) not in result.stderr
     assert store.served() == set(SLOTS)
 
 

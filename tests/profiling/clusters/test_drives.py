@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ssdkv.profiling.clusters.drives import (
-    DRIVES,
     MOST_JOINED,
     PLACEMENTS,
     Drive,
@@ -55,6 +54,7 @@ def test_time_is_that_of_the_tighter_limit_of_the_busiest_drive() -> None:
     assert moving.imbalance == pytest.approx(4 / 2.5)
 
 
-def test_eight_drives_are_bound_by_iops_at_4_kib() -> None:
-    assert pool_bandwidth(DRIVES[0], 8, 4096) == pytest.approx(8 * 1.1e6 * 4096)
-    assert pool_bandwidth(DRIVES[0], 8, 1 << 20) == pytest.approx(8 * 6.9e9)
+def test_small_entries_are_bound_by_iops_and_large_ones_by_bandwidth() -> None:
+    drive = Drive("made", bandwidth=1e9, iops=1e5)
+    assert pool_bandwidth(drive, 8, 4000) == pytest.approx(3.2e9)
+    assert pool_bandwidth(drive, 8, 20000) == pytest.approx(8e9)

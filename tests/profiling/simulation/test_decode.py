@@ -176,6 +176,19 @@ def test_loads_run_beside_computing() -> None:
     assert serial.seconds > beside.seconds + 0.5 * min(computing, reads)
 
 
+def test_projecting_x_takes_two_flop_for_each_weight_of_k_and_v() -> None:
+    """4 KV heads of 64 channels are 512 numbers of K and V, each a sum of 1,024 products."""
+    gpu = find(Gpu, "a6000").with_figures(flops=1e12, bandwidth=1e18)
+    storage = Storage.alike(AttendingDrive(find(NearStorage, "hilos-smartssd")), 2)
+    on = Setting(Machine(gpu, 32e9, 32e9, 2), storage, MODEL, 4, 4096)
+    kv, half = (
+        decode(System("x", attends="drives", x_share=share), on).usage["gpu"].busy_s
+        for share in (0.0, 0.5)
+    )
+    # Of 4 contexts 2 are X, in 6 layers.
+    assert half - kv == pytest.approx(2 * 4096 * 6 * 512 * 1024 * 2 / 1e12)
+
+
 def test_the_write_path_takes_bandwidth() -> None:
     """Small writes cost pages, and reads wait for the drives that they occupy."""
     on = setting(32e9, 32e9, Storage.alike(drive(), 1), batch=64, tokens=256)

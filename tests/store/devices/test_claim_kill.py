@@ -83,5 +83,5 @@ def test_a_start_killed_at_any_instant_is_made_good_by_the_next(
             shutil.rmtree(device)
         shutil.copytree(before, devices[0].parent, dirs_exist_ok=True)
     # The manifest and its copy when devices were looked at, and when the file got its new name;
-    # two superblocks of each file.
-    assert kills == 2 * 4 + 2 * 2 * RANKS
+    # the page of each file by which direct I/O is tried, and its two superblocks.
+    assert kills == 2 * 4 + 3 * 2 * RANKS

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from vllm_ssdkv import _io
@@ -25,6 +26,7 @@ from vllm_ssdkv.base.file_lock import lock_holder
 from vllm_ssdkv.store.devices import data_device as device_module
 from vllm_ssdkv.store.devices import direct_io, preallocate
 from vllm_ssdkv.store.devices.data_device import OpenDevice, check_capacity, open_device
+from vllm_ssdkv.store.devices.direct_io import turn_on_direct
 
 if TYPE_CHECKING:
     from vllm_ssdkv.store.devices.direct_io import DirectMode
@@ -136,9 +138,9 @@ def test_a_memory_file_system_works_whatever_it_supports() -> None:
         folder.rmdir()
 
 
-@pytest.fixture(params=["flag", "read"])
+@pytest.fixture(params=["flag", "read", "write"])
 def no_direct(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that refuses the flag, or takes it and refuses the I/O."""
+    """A file system that refuses the flag, or takes it and refuses reads, or only writes."""
     real = fcntl.fcntl
 
     def refuse_flag(fd: int, command: int, argument: int = 0) -> int:
@@ -146,13 +148,14 @@ def no_direct(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return real(fd, command, argument)
 
-    def refuse_read(fd: int, buffers: object, offset: int) -> int:
+    def refuse_io(fd: int, buffers: object, offset: int) -> int:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     if request.param == "flag":
         monkeypatch.setattr(direct_io.fcntl, "fcntl", refuse_flag)
     else:
-        monkeypatch.setattr(direct_io.os, "preadv", refuse_read)
+        call = "preadv" if request.param == "read" else "pwrite"
+        monkeypatch.setattr(direct_io.os, call, refuse_io)
 
 
 @pytest.mark.usefixtures("no_direct")
@@ -167,9 +170,36 @@ def test_auto_falls_back_and_says_so(folder: Path, caplog: pytest.LogCaptureFixt
 
 @pytest.mark.usefixtures("no_direct")
 def test_on_does_not_fall_back(folder: Path) -> None:
-    with pytest.raises(DeviceError, match=r'does not support O_DIRECT.*set direct to "auto"'):
+    with pytest.raises(DeviceError, match=r'does not support O_DIRECT.*io.direct to "auto"'):
         open_at(folder, direct="on")
     open_at(folder, direct="off").close()  # the lock is free again
+
+
+def test_a_write_that_finds_no_room_says_nothing_of_direct_io(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(fd: int, page: object, offset: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    open_at(folder, direct="auto").close()
+    monkeypatch.setattr(direct_io.os, "pwrite", full)
+    device = open_at(folder, direct="auto")
+    assert device.direct
+    assert not caplog.records
+    device.close()
+
+
+@pytest.mark.parametrize("size", [0, 5000, 1 << 20])
+def test_finding_out_whether_direct_io_works_changes_no_byte(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "file"
+    before = np.random.default_rng(size).bytes(size)
+    path.write_bytes(before)
+    fd = os.open(path, os.O_RDWR)
+    try:
+        turn_on_direct(fd, "file", "auto")
+    finally:
+        os.close(fd)
+    assert path.read_bytes() == before
 
 
 # Lock

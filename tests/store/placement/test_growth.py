@@ -13,12 +13,14 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.store.conftest import PAGED, PATIENCE_S, until
 from tests.store.opening import MODEL, Opened, close, fill, found
 from vllm_ssdkv.base import host
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.store.index.slot_index import SlotIndex
 from vllm_ssdkv.store.index_metrics import IndexMetrics
@@ -274,6 +276,42 @@ def test_a_full_disk_ends_it_for_the_time(
     metrics.update()
     assert gauges(counters)["slots"] == rebalancer.placement.slots
     index.close()
+
+
+def test_commands_and_metrics_count_the_same_slots(home: Path, opened: Opened) -> None:
+    """Those that there are now, and those to come, while the store grows and when it is whole."""
+    store = opened(place())
+    counters = Counters()
+    index, rebalancer = open_index(place(), counters)
+    metrics = IndexMetrics(index, rebalancer, counters)
+    (state,) = {file.parent for file in home.rglob("store.json")}
+    told: dict[str, float] = {}
+
+    def counted() -> str:
+        """The same by all."""
+        metrics.update()
+        told.update(gauges(counters))
+        summary = summarize(find_store([], state))
+        stored, now = index.gauges()["ready"], rebalancer.placement.slots
+        assert (summary.stored, summary.slots - summary.slots_to_come) == (stored, now)
+        assert (summary.slots, summary.slots_to_come) == (told["slots"], told["slots_to_come"])
+        if not summary.slots_to_come:
+            return f"{stored} of {now} blocks"
+        return f"{stored} of {now} blocks now, up to {summary.slots}"
+
+    def shown(command: str) -> str:
+        return CliRunner(env={"COLUMNS": "300"}).invoke(app, [command, str(state)]).stdout
+
+    texts = [counted()]
+    assert "up to" in texts[0]
+    assert all(f" {texts[0]}" in shown(command) for command in ("ls", "inspect", "quota"))
+    store_until_full(index, rebalancer, lambda: texts.append(counted()))
+    assert "up to" not in texts[-1]
+    assert len(set(texts)) > 10
+    assert rebalancer.close()
+    index.close()
+    close(store)
+    assert f" {texts[-1]}\n" in shown("fsck")
 
 
 def test_what_is_in_use_is_said_of_the_limit(home: Path, opened: Opened) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from tests.store.conftest import (
     content,
     until,
 )
+from vllm_ssdkv.store.cache.selected_pages import Pages
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.device_memory import DeviceMemory
 from vllm_ssdkv.store.memory.summary_rows import ChannelTier, with_summaries
@@ -53,7 +55,7 @@ def geometries(draw: st.DrawFn) -> SlotGeometry:
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     geometry=geometries(),
-    places=st.integers(16, 40),
+    places=st.integers(32, 48),
     contexts=st.lists(st.lists(st.integers(0, 15), min_size=1, max_size=9), min_size=1, max_size=4),
     in_dram=st.sets(st.integers(0, 15)),
     data=st.data(),
@@ -217,6 +219,36 @@ def test_slots_without_summaries_cannot_choose(make_store: MakeStore) -> None:
         make_store().store.choose([array([1])], [0])
 
 
+@given(data=st.data(), lists=st.integers(1, 6), together=st.sampled_from([1, 5, 16, 40]))
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_turns_are_cut_by_pages_that_take_places(
+    make_store: MakeStore, data: st.DataObject, lists: int, together: int
+) -> None:
+    chosen = make_store(SUMMED, places=32).store.choose([], [])
+    drawn = [
+        sorted(data.draw(st.sets(st.integers(0, 59), max_size=50), label="list"))
+        for _ in range(lists)
+    ]
+    begin = np.cumsum([0, *map(len, drawn)]).astype(np.int32)
+    slots = array([slot for one in drawn for slot in one])
+    framed = np.isin(slots, sorted(data.draw(st.sets(st.integers(0, 59)), label="framed")))
+    pages = Pages(slots, slots * 0, framed.astype(np.uint64))
+    turns = chosen.turns(pages, begin, together)
+    outside = {*slots[~framed].tolist()}
+    assert (len(turns) <= 1) == (len(outside) <= chosen.room == 16)
+    positions = [np.arange(len(slots))[turn] for turn in turns]
+    assert sorted(np.concatenate([*positions, slots[:0]]).tolist()) == list(range(len(slots)))
+    of_page = np.zeros(len(slots), dtype=np.int64)
+    for number, turn in enumerate(positions):
+        of_page[turn] = number
+        assert len({*slots[turn][~framed[turn]].tolist()}) <= chosen.room
+    for first, last in pairwise(begin.tolist()):
+        assert (np.diff(of_page[first:last]) >= 0).all()
+        for piece in range(first, last, min(together, chosen.room)):
+            assert len({*of_page[piece : min(piece + min(together, 16), last)].tolist()}) == 1
+    chosen.close()
+
+
 def test_a_page_is_read_once_for_all_who_want_it(make_store: MakeStore) -> None:
     rig = make_store(SUMMED, devices=1)
     context(rig, range(4))
@@ -246,20 +278,20 @@ def test_neighbours_are_one_request(make_store: MakeStore) -> None:
 
 
 def test_the_pages_used_longest_ago_make_room(make_store: MakeStore) -> None:
-    rig = make_store(SUMMED, places=16)
-    context(rig, range(12))
+    rig = make_store(SUMMED, places=32)
+    context(rig, range(24))
     for _ in range(2):  # summaries are pages, too
-        chosen = rig.store.choose([array(range(12))], [0])
-        for layer, blocks in enumerate([range(8), range(4), range(4, 12)]):
+        chosen = rig.store.choose([array(range(24))], [0])
+        for layer, blocks in enumerate([range(16), range(8), range(8, 24)]):
             bring(rig, chosen, layer, {0: [(block, 0) for block in blocks]})
         chosen.close()
-    chosen = rig.store.choose([array(range(12))], [0])
-    bring(rig, chosen, 1, {0: [(block, 0) for block in range(4)]})
-    bring(rig, chosen, 2, {0: [(block, 0) for block in range(4, 12)]})
-    assert (chosen.fetched.cache, chosen.fetched.ssd) == (12, 0)
-    bring(rig, chosen, 0, {0: [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1)]})
-    bring(rig, chosen, 2, {0: [(block, 0) for block in range(4, 12)]})
-    assert (chosen.fetched.cache, chosen.fetched.ssd) == (20, 5)
+    chosen = rig.store.choose([array(range(24))], [0])
+    bring(rig, chosen, 1, {0: [(block, 0) for block in range(8)]})
+    bring(rig, chosen, 2, {0: [(block, 0) for block in range(8, 24)]})
+    assert (chosen.fetched.cache, chosen.fetched.ssd) == (24, 0)
+    bring(rig, chosen, 0, {0: [(block, 1) for block in range(10)]})
+    bring(rig, chosen, 2, {0: [(block, 0) for block in range(8, 24)]})
+    assert (chosen.fetched.cache, chosen.fetched.ssd) == (40, 10)
     chosen.close()
 
 
@@ -361,7 +393,7 @@ def test_a_device_that_fails_poisons_the_rows_that_need_it(
 def test_a_hung_device_costs_one_deadline_and_its_places(
     make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = make_store(SUMMED, places=16)
+    rig = make_store(SUMMED, places=32)
     names = context(rig, range(12))
     rig.store.choose([array(range(12))], [0]).close()
     offset = SUMMED.layer_offset(0)
@@ -385,9 +417,9 @@ def test_a_hung_device_costs_one_deadline_and_its_places(
     assert rig.total("device_lost", device=rig.paths[device]) == 1
     cache = rig.store._pages
     assert cache is not None
-    assert cache.usable() == 16 - len(mine)
+    assert cache.usable() == 32 - len(mine)
     rig.faults()
-    until(lambda: cache.usable() == 16, "the return of the places")
+    until(lambda: cache.usable() == 32, "the return of the places")
     rig.store.drop_context("r")
     rig.assert_no_leak()
 

@@ -6,11 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.test_paged import random_selection
+from tests.kernels.test_paged import parts_of, random_selection
 from tests.oracles.sparse_attention import attend_chosen
 from tests.sparse.contexts import Contexts, Row, contexts
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.operands.page_list import PageList
+from vllm_ssdkv.triton_kernels import attend
 from vllm_ssdkv.triton_kernels.attend import attend_pages
 
 
@@ -37,12 +38,11 @@ def tensors(pages: PageList) -> PageList:
     problem=contexts(most_blocks=4),
     share=st.sampled_from([0.0, 0.4, 1.0]),
     masked=st.booleans(),
-    splits=st.sampled_from([1, 3]),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=8, deadline=None)
 def test_any_pages_and_tokens_give_the_oracle(
-    problem: Contexts, share: float, masked: bool, splits: int, seed: int
+    problem: Contexts, share: float, masked: bool, seed: int
 ) -> None:
     selection = random_selection(problem, share, masked, seed)
     listed = tensors(problem.page_list(selection))
@@ -54,7 +54,6 @@ def test_any_pages_and_tokens_give_the_oracle(
         layout=problem.layout,
         scale=problem.scale,
         max_pages=int(np.diff(selection.begin).max()),
-        splits=splits,
     )
     for row, sizes in enumerate(problem.rows):
         chosen = problem.tokens_of(selection, row)
@@ -68,6 +67,25 @@ def test_any_pages_and_tokens_give_the_oracle(
         torch.testing.assert_close(got, out[seen], atol=5e-5, rtol=5e-5)
         got_lse = (state.m[row] + state.l[row].log())[seen].double()
         torch.testing.assert_close(got_lse, lse[seen], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("workspace", [attend.WORKSPACE_BYTES, 1])
+def test_no_bit_depends_on_calls(workspace: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists in two calls, or parts in several launches, as where the workspace is small."""
+    layout = BlockLayout.unpadded(16, 4, 2, 16, torch.float32)
+    problem = Contexts(layout, 2, [Row(12, 3), Row(5, 1)], 3)
+    listed = tensors(problem.page_list(random_selection(problem, 0.9, True, 1)))
+    states = []
+    for cuts in (set[int](), {1}):
+        state = problem.state()
+        for part in parts_of(listed, cuts):
+            attend_pages(
+                problem.query, state, tensors(part), layout=layout, scale=0.3, max_pages=48
+            )
+        states.append(state)
+        monkeypatch.setattr(attend, "WORKSPACE_BYTES", workspace)
+    for name in ("m", "l", "acc"):
+        assert torch.equal(getattr(states[0], name), getattr(states[1], name))
 
 
 def test_a_wrong_mask_is_refused() -> None:

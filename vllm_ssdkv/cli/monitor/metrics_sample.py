@@ -95,6 +95,7 @@ class Sample:
     hbm_used: float | None
     node_answers: bool | None
     slots: int
+    slots_to_come: int
     slots_ready: int
     slots_free: int
     slots_pinned: int
@@ -152,6 +153,7 @@ def compare(older: Scrape, newer: Scrape, url: str, now: float) -> Sample:
         hbm_used=_mean(newer.values(_theirs("kv_cache_usage_perc"))),
         node_answers=all_one(newer, "node_connected"),
         slots=now_of("slots"),
+        slots_to_come=now_of("slots_to_come"),
         slots_ready=now_of("slots_ready"),
         slots_free=now_of("slots_free"),
         slots_pinned=now_of("slots_pinned"),

@@ -6,7 +6,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from vllm_ssdkv.base.sizes import approximate_size
+from vllm_ssdkv.base.sizes import approximate_size, blocks_of
 from vllm_ssdkv.cli.monitor.metrics_sample import Sample
 from vllm_ssdkv.cli.monitor.node_sample import NodeSample, StoreSample
 from vllm_ssdkv.cli.monitor.tables import (
@@ -83,9 +83,8 @@ def _store(sample: Sample) -> list[tuple[str, str | Text]]:
     return [
         (
             "slots",
-            f"{percent(share_of(used, sample.slots))} of {sample.slots:,}: "
-            f"{sample.slots_ready:,} ready, {sample.slots_pinned:,} pinned, "
-            f"{sample.slots_free:,} free",
+            f"{blocks_of(used, sample.slots, sample.slots_to_come)}: {sample.slots_ready:,} "
+            f"ready, {sample.slots_pinned:,} pinned, {sample.slots_free:,} free",
         ),
         (
             "DRAM",

@@ -59,7 +59,8 @@ class StoreSpace:
 
     Attributes:
         stored: Blocks in the store.
-        slots: Blocks that it has room for.
+        slots: Blocks that it has room for, and may grow to.
+        slots_to_come: Those of ``slots`` that it has yet to grow by.
         capacity: Bytes that it may take on all devices.
         on_disk: Bytes that its files occupy, journal and manifest included.
         forecast: None without ``--capacity``.
@@ -70,6 +71,7 @@ class StoreSpace:
     in_use: bool
     stored: int
     slots: int
+    slots_to_come: int
     capacity: int
     on_disk: int
     devices: tuple[DeviceSpace, ...]
@@ -127,6 +129,7 @@ def store_space(store: StoredStore, capacity: int | None = None) -> StoreSpace:
         in_use=summary.in_use,
         stored=summary.stored,
         slots=summary.slots,
+        slots_to_come=summary.slots_to_come,
         capacity=sum(device.capacity for device in manifest.devices),
         on_disk=summary.disk_bytes,
         devices=devices,

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_ssdkv.base.errors import SSDKVError
-from vllm_ssdkv.base.sizes import approximate_size
+from vllm_ssdkv.base.sizes import approximate_size, blocks_of
 from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.store.maintenance.fsck import examined
 from vllm_ssdkv.store.maintenance.fsck_report import Report
@@ -35,7 +35,7 @@ def render(report: Report, console: Console, *, repair: bool) -> None:
     """Print what was found, for people."""
     console.print(
         f"store {report.store} in {report.state_dir}: {len(report.devices)} device(s), "
-        f"{report.ranks} rank(s), {report.stored} of {report.slots} slots hold a block",
+        f"{report.ranks} rank(s), {blocks_of(report.stored, report.slots, report.slots_to_come)}",
         highlight=False,
     )
     read = approximate_size(report.checked_bytes)

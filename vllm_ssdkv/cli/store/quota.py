@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_ssdkv.base.sizes import approximate_size, format_size
+from vllm_ssdkv.base.sizes import approximate_size, blocks_of, format_size
 from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.store.disk_usage import FileSystemSpace, StoreSpace, filesystems, store_space
 from vllm_ssdkv.cli.store.stores import look_at_all
@@ -32,14 +32,15 @@ def _capacity(text: str | int) -> int:
 
 def _stores(stores: Sequence[StoreSpace]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for column in ("Store", "Model", "Device", "Capacity", "On disk", "Blocks"):
+    for column in ("Store", "Model", "Device", "Capacity", "Allocated", "Blocks"):
         table.add_column(column, overflow="fold")
     for store in stores:
-        blocks = f"{store.stored} of {store.slots}{', in use' if store.in_use else ''}"
+        blocks = blocks_of(store.stored, store.slots, store.slots_to_come)
+        blocks += ", in use" if store.in_use else ""
         if store.forecast is not None:
             lost = store.stored - store.forecast.kept
-            blocks += f" -> {store.forecast.kept} of {store.forecast.slots}"
-            blocks += f", {lost} given up" if lost else ""
+            blocks += f" -> {blocks_of(store.forecast.kept, store.forecast.slots)}"
+            blocks += f", {lost:,} given up" if lost else ""
         for row, device in enumerate(store.devices):
             first = row == 0
             capacity = approximate_size(device.capacity)

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from vllm_ssdkv.base.errors import SSDKVError, StoreError
 from vllm_ssdkv.base.host import default_root
-from vllm_ssdkv.base.sizes import approximate_size
+from vllm_ssdkv.base.sizes import approximate_size, blocks_of
 from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.store.devices.data_file import peek_superblock
 from vllm_ssdkv.store.devices.owner import DATA_NAME
@@ -30,7 +30,12 @@ from vllm_ssdkv.store.maintenance.catalog import (
     without_state_below,
 )
 from vllm_ssdkv.store.maintenance.offline_store import StoredStore, find_store
-from vllm_ssdkv.store.maintenance.remove import Removal, plan_left_over, plan_removal
+from vllm_ssdkv.store.maintenance.remove import (
+    Removal,
+    check_unused,
+    plan_left_over,
+    plan_removal,
+)
 from vllm_ssdkv.store.maintenance.remove import remove as remove_files
 
 FAILED: Final = 1
@@ -122,7 +127,7 @@ def list_stores(
     if as_json:
         arguments.print_json([dataclasses.asdict(store) for store in found])
     else:
-        table = _table("Store", "Model", "Mode", "Blocks", "On disk", "Last opened")
+        table = _table("Store", "Model", "Mode", "Blocks", "Allocated", "Last opened")
         for store in found:
             opened = "in use" if store.in_use else _when(store.last_opened)
             opened += ", suspended" if store.suspended else ""
@@ -130,7 +135,7 @@ def list_stores(
                 Text(store.state_dir),
                 Text(store.model),
                 store.mode,
-                f"{store.stored} of {store.slots}",
+                blocks_of(store.stored, store.slots, store.slots_to_come),
                 approximate_size(store.disk_bytes),
                 opened,
             )
@@ -159,20 +164,21 @@ def _show(details: StoreDetails, console: Console) -> None:
     summary, geometry = details.summary, details.geometry
     table = _table()
     size = approximate_size(summary.block_bytes)
+    blocks = blocks_of(summary.stored, summary.slots, summary.slots_to_come)
     for name, value in (
         ("store", summary.store),
         ("state directory", summary.state_dir),
         ("model", summary.model),
         ("mode", f"{summary.mode}, {summary.ranks} rank(s)"),
-        ("blocks", f"{summary.stored} of {summary.slots}, {size} each on every rank"),
-        ("on disk", approximate_size(summary.disk_bytes)),
+        ("blocks", f"{blocks}, {size} each on every rank"),
+        ("allocated", approximate_size(summary.disk_bytes)),
         ("journal", f"{details.journal_bytes} bytes, {details.damaged_records} damaged records"),
         ("opened", f"{details.opened} times, last {_when(summary.last_opened)}"),
         ("in use", "yes" if summary.in_use else "no"),
         ("suspended", summary.suspended or "no"),
         ("encryption", f"key id {details.key_id}" if details.key_id else "off"),
         ("geometry", ", ".join(f"{name} {value}" for name, value in geometry.items())),
-        ("two copies", f"{details.doubled_slots} of {summary.slots} slots"),
+        ("two copies", f"{details.doubled_slots:,} slots"),
         ("stripe unit", approximate_size(details.stripe_unit_bytes)),
         ("fingerprint", ", ".join(f"{k} {v}" for k, v in sorted(details.fingerprint.items()))),
     ):
@@ -225,9 +231,10 @@ def remove(
             removal = plan_left_over(
                 [*(directories or []), *([state_dir] if state_dir else [])], left_over
             )
-        _show_removal(removal)
         if not (removal.files or removal.raw):
             raise StoreError("nothing of the store is there")
+        check_unused(removal)
+        _show_removal(removal)
         if not yes and not typer.confirm("Remove this?", err=True):
             raise typer.Exit(FAILED)
         volumes = _volumes(removal)

@@ -32,6 +32,9 @@ struct Tile {
 
   std::int64_t work() const { return (rows + kReadRows) * keys; }
   std::int64_t blocks() const { return task.block_end - task.block_begin; }
+  std::size_t partial_floats(std::int64_t head_size) const {
+    return static_cast<std::size_t>(rows * (head_size + 2));
+  }
 };
 
 struct Fold {
@@ -91,9 +94,25 @@ std::vector<Tile> cut_queries(const Problem& p, std::int64_t rows) {
   return tiles;
 }
 
-// Splits long tiles over their blocks until there is work for every thread. The cut depends on
-// shapes and on the number of threads only, and partial states are folded in block order: the same
-// call gives the same bits every time.
+// Parts that each tile is split into over its blocks, until there is work for every thread.
+std::vector<std::int64_t> splits_for_threads(const std::vector<Tile>& tiles, std::int64_t work,
+                                             std::int64_t threads) {
+  std::vector<std::int64_t> splits(tiles.size(), 1);
+  if (threads == 1) return splits;
+  const std::int64_t share = std::max<std::int64_t>(1, work / (threads * kTasksPerThread));
+  for (std::size_t i = 0; i < tiles.size(); ++i) {
+    const Tile& tile = tiles[i];
+    const std::int64_t wanted = (tile.work() + share - 1) / share;
+    splits[i] =
+        std::max<std::int64_t>(1, std::min({wanted, tile.blocks(), tile.keys / kMinSplitKeys}));
+  }
+  return splits;
+}
+
+// Cuts a call into tasks. Partial states are folded in block order. Lists of whole rows are cut by
+// shapes and by the number of threads: the same call gives the same bits every time. Lists per head
+// are cut after every kSplitPages pages, and every part is a partial state, so that calls with
+// whole parts of a list give together the bits of one call with all of it.
 Plan make_plan(const Problem& p, std::int64_t rows, std::int64_t threads) {
   const std::vector<Tile> tiles = cut_queries(p, rows);
   Plan plan;
@@ -103,33 +122,40 @@ Plan make_plan(const Problem& p, std::int64_t rows, std::int64_t threads) {
     plan.most_rows = std::max(plan.most_rows, tile.rows);
   }
   plan.threads = std::clamp<std::int64_t>(work * p.layout.head_size / kMinThreadWork, 1, threads);
-  const std::int64_t share = std::max<std::int64_t>(1, work / (plan.threads * kTasksPerThread));
 
-  std::vector<std::int64_t> splits(tiles.size(), 1);
-  std::size_t partial_floats = 0;
-  for (std::size_t i = 0; i < tiles.size() && plan.threads > 1; ++i) {
-    const Tile& tile = tiles[i];
-    const std::int64_t wanted = (tile.work() + share - 1) / share;
-    splits[i] =
-        std::max<std::int64_t>(1, std::min({wanted, tile.blocks(), tile.keys / kMinSplitKeys}));
-    partial_floats +=
-        static_cast<std::size_t>((splits[i] - 1) * tile.rows * (p.layout.head_size + 2));
+  // The first part of a row's list updates the state itself.
+  const std::int64_t in_place = p.list_per_head ? 0 : 1;
+  std::vector<std::int64_t> splits;
+  if (p.list_per_head) {
+    for (const Tile& tile : tiles) {
+      splits.push_back((tile.blocks() + kSplitPages - 1) / kSplitPages);
+    }
+  } else {
+    splits = splits_for_threads(tiles, work, plan.threads);
+  }
+  std::size_t floats = 0;
+  for (std::size_t i = 0; i < tiles.size(); ++i) {
+    floats += static_cast<std::size_t>(splits[i] - in_place) *
+              tiles[i].partial_floats(p.layout.head_size);
   }
 
-  plan.partials = std::make_unique_for_overwrite<float[]>(partial_floats);
+  plan.partials = std::make_unique_for_overwrite<float[]>(floats);
   float* partial = plan.partials.get();
   for (std::size_t i = 0; i < tiles.size(); ++i) {
     const Tile& tile = tiles[i];
-    const std::int64_t blocks = tile.blocks();
-    if (splits[i] > 1) plan.folds.push_back({tile.task, partial, splits[i] - 1});
+    if (splits[i] > in_place) plan.folds.push_back({tile.task, partial, splits[i] - in_place});
+    const auto border = [&](std::int64_t s) {
+      const std::int64_t at = p.list_per_head ? std::min(s * kSplitPages, tile.blocks())
+                                              : tile.blocks() * s / splits[i];
+      return tile.task.block_begin + static_cast<std::int32_t>(at);
+    };
     for (std::int64_t s = 0; s < splits[i]; ++s) {
       Task task = tile.task;
-      task.block_begin = tile.task.block_begin + static_cast<std::int32_t>(blocks * s / splits[i]);
-      task.block_end =
-          tile.task.block_begin + static_cast<std::int32_t>(blocks * (s + 1) / splits[i]);
-      if (s > 0) {
+      task.block_begin = border(s);
+      task.block_end = border(s + 1);
+      if (s >= in_place) {
         task.partial = partial;
-        partial += tile.rows * (p.layout.head_size + 2);
+        partial += tile.partial_floats(p.layout.head_size);
       }
       plan.tasks.push_back(task);
     }

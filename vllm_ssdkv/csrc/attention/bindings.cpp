@@ -256,6 +256,7 @@ NB_MODULE(_kernels, module) {
   module.attr("FLOAT32") = static_cast<int>(DType::kFloat32);
   module.attr("BFLOAT16") = static_cast<int>(DType::kBFloat16);
   module.attr("FLOAT16") = static_cast<int>(DType::kFloat16);
+  module.attr("SPLIT_PAGES") = static_cast<int>(kSplitPages);
   module.def(
       "isa", [] { return std::string(active_kernels().name); },
       "Instruction set of the kernels in force.");

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
+from vllm_ssdkv import _kernels
 from vllm_ssdkv.kernels.operands.block_layout import IntArray
+
+SPLIT_PAGES: Final = _kernels.SPLIT_PAGES
+"""Pages of a list, counted from its first one, whose attention is one partial state. Calls that
+have whole such parts of a list give together the bits of one call with all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +18,8 @@ class PageList:
     """P pages of one layer for R rows and ``kv_heads`` KV heads. Holds references, copies nothing.
 
     KV head h of row r attends to the pages ``begin[i] .. end[i]``, ``i = r * kv_heads + h``, in
-    that order. They may be some of what was selected: the rest comes in another call.
+    that order. They may be some of what was selected: the rest comes in another call, and no bit
+    depends on that if lists are cut at multiples of :data:`SPLIT_PAGES`.
 
     Attributes:
         query_token: Query token of each row, int32 [R]: its index in the query and the state. No

@@ -38,8 +38,10 @@ class StoreSummary:
         mode: The mode that makes such slots.
         stored: Blocks in the store, but for those that need a device which is not there.
         slots: Blocks that it has room for on the devices that are there, and may grow to.
+        slots_to_come: Those of ``slots`` that it has yet to grow by.
         block_bytes: Bytes of a block on one rank.
-        disk_bytes: Space that the store's files occupy, as ``du`` counts it.
+        disk_bytes: Space that the store's files have on disk, as ``du`` counts it: data files have
+            that of their slots from the beginning, whatever is stored.
         last_opened: Seconds since 1970 (UTC), 0 for never.
         in_use: Whether an engine, or a command, has it open.
         suspended: Why it is suspended, see ``ssdkv resume``; empty: it is not.
@@ -53,6 +55,7 @@ class StoreSummary:
     ranks: int
     stored: int
     slots: int
+    slots_to_come: int
     block_bytes: int
     disk_bytes: int
     last_opened: int
@@ -181,9 +184,15 @@ def _room(store: StoredStore, journal: StoredJournal) -> tuple[int, int]:
     stored = int((placement.holds(slots) & ~placement.lost(out, slots)).sum())
     every = [segment.all_slots() for segment in manifest.segments]
     there = sum(len(some) - int(placement.lost(out, some).sum()) for some in every)
-    if manifest.grows:
-        there = max(there, division_of(manifest, store.state).slots)
-    return stored, there
+    return stored, there + slots_to_come(store)
+
+
+def slots_to_come(store: StoredStore) -> int:
+    """Count the slots that a store which grows as it fills has yet to grow by."""
+    manifest = store.manifest
+    if not manifest.grows:
+        return 0
+    return max(0, division_of(manifest, store.state).slots - manifest.slots)
 
 
 def _summary(store: StoredStore, journal: StoredJournal, *, in_use: bool) -> StoreSummary:
@@ -199,6 +208,7 @@ def _summary(store: StoredStore, journal: StoredJournal, *, in_use: bool) -> Sto
         ranks=manifest.tp_size,
         stored=stored,
         slots=slots,
+        slots_to_come=slots_to_come(store),
         block_bytes=manifest.geometry.slot_bytes,
         disk_bytes=sum(file.stat().st_blocks * 512 for file in files),
         last_opened=manifest.last_opened,

@@ -29,6 +29,7 @@ from vllm_ssdkv.store.format.manifest import NAME, locked
 from vllm_ssdkv.store.format.superblock import COPY_OFFSETS, Superblock
 from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS
 from vllm_ssdkv.store.io.slot_io import ReadFrom
+from vllm_ssdkv.store.maintenance.catalog import slots_to_come
 from vllm_ssdkv.store.maintenance.fsck_report import REPAIR, Problem, Report
 from vllm_ssdkv.store.maintenance.header_scan import scan_headers
 from vllm_ssdkv.store.maintenance.offline_store import (
@@ -169,12 +170,14 @@ def examined(
 
 
 def _new(store: StoredStore, files: list[CheckedFile], absent: NDArray[np.bool_]) -> Examination:
+    to_come = slots_to_come(store)
     report = Report(
         store.manifest.store,
         str(store.state),
         [str(path) for path in store.paths],
         store.manifest.tp_size,
-        store.manifest.slots,
+        store.manifest.slots + to_come,
+        to_come,
     )
     nothing = np.zeros(0, dtype=np.int64)
     entry, none = Entry(nothing, nothing, []), nothing.astype(np.bool_)
@@ -199,7 +202,8 @@ def _check_journal(this: Examination, fd: int | None) -> None:
     report.stored = len(slots)
     beyond = found.replay.out_of_range
     if beyond:
-        text = f"{beyond} record(s) name slots that the store of {report.slots} does not have"
+        have = this.store.manifest.slots
+        text = f"{beyond} record(s) name slots that the store of {have} does not have"
         report.add("journal", path, text)
 
 
@@ -247,7 +251,9 @@ def _check_file(this: Examination, checked: CheckedFile) -> None:
         return
     _check_superblocks(this, checked, file)
     needed = this.store.data_bytes(checked.device)
-    text = f"it has {file.nbytes} bytes, the store's {this.report.slots} slots need {needed}"
+    text = (
+        f"it has {file.nbytes} bytes, the store's {this.store.manifest.slots} slots need {needed}"
+    )
     if file.nbytes < needed or (file.nbytes > needed and not file.raw):
         cure = "start the engine once with a capacity of this device that fits" if file.raw else ""
         checked.size_problem = this.report.add("data_file", path, text, cure)

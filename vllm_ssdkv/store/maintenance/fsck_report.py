@@ -78,7 +78,8 @@ class Report:
     """Findings of a check.
 
     Attributes:
-        slots: Slots of the store.
+        slots: Blocks that the store has room for, and may grow to.
+        slots_to_come: Those of ``slots`` that it has yet to grow by.
         stored: Slots that hold a block: by the journal, and those ``found``.
         found: Blocks that the journal does not name, where it is lost or damaged, found whole by
             the headers of their slots.
@@ -99,6 +100,7 @@ class Report:
     devices: list[str]
     ranks: int
     slots: int
+    slots_to_come: int = 0
     stored: int = 0
     found: int = 0
     lost: int = 0

@@ -373,6 +373,17 @@ def _stored_bytes(files: Sequence[Path]) -> int:
 # ---- removing ----
 
 
+def check_unused(removal: Removal) -> None:
+    """Check that nobody uses what is to be removed. Blocks on I/O; changes nothing.
+
+    Raises:
+        StoreLockedError: somebody uses it.
+        StoreError: a file is another one by now.
+    """
+    with _all_held(removal):
+        pass
+
+
 def remove(removal: Removal) -> None:
     """Remove it. Directories stay. Blocks on I/O.
 
@@ -380,12 +391,7 @@ def remove(removal: Removal) -> None:
         StoreLockedError: somebody uses it; nothing was removed.
         StoreError: a file is another one by now, and nothing was removed; or one cannot be removed.
     """
-    with contextlib.ExitStack() as stack:
-        if removal.state is not None:
-            stack.enter_context(locked(removal.state, 0.0))
-        for file in removal.files:
-            stack.enter_context(_held(file, removal.store))
-        devices = [stack.enter_context(_held_device(path, removal.store)) for path in removal.raw]
+    with _all_held(removal) as devices:
         for fd, path in zip(devices, removal.raw, strict=True):
             _wipe(fd, path, removal.store)
         for file in removal.files:
@@ -394,6 +400,17 @@ def remove(removal: Removal) -> None:
                 sync_directory(file.parent)
             except OSError as error:
                 raise StoreError(f"cannot remove {file}: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _all_held(removal: Removal) -> Iterator[list[int]]:
+    """Lock everything that is to be removed; descriptors of the block devices."""
+    with contextlib.ExitStack() as stack:
+        if removal.state is not None:
+            stack.enter_context(locked(removal.state, 0.0))
+        for file in removal.files:
+            stack.enter_context(_held(file, removal.store))
+        yield [stack.enter_context(_held_device(path, removal.store)) for path in removal.raw]
 
 
 @contextlib.contextmanager

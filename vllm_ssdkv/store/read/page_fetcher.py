@@ -83,11 +83,8 @@ class PageFetcher:
 
     @property
     def room(self) -> int:
-        """Distinct pages that one fetch can bring at least, whatever is being read ahead.
-
-        What does not fit is fetched in turns, and turns show in the last bits of the output: so
-        this must not depend on guesses.
-        """
+        """Distinct pages that one fetch can bring at least, whatever is being read ahead. What does
+        not fit is fetched in turns."""
         usable = self._cache.usable()
         return usable - usable // 2
 

@@ -230,20 +230,41 @@ class SelectedContexts:
         """Distinct pages that one :meth:`fetch` may be asked for."""
         return self._fetcher.room
 
-    def turns(self, pages: Pages) -> list[slice | NDArray[np.int64]]:
+    def turns(
+        self, pages: Pages, begin: NDArray[np.int32] | None = None, together: int = 1
+    ) -> list[slice | NDArray[np.int64]]:
         """Parts of these pages, each for one :meth:`fetch`, that together are all of them.
 
-        A page that is named several times is in one part, so that it is read once: all that name it
-        have it then. Parts are ascending positions, cut where distinct pages are :attr:`room`.
+        Only distinct pages outside frames take places: a part has at most :attr:`room` of them.
+
+        Args:
+            pages: Pages of a layer, [n]. They may repeat.
+            begin: Edges of the lists that they are in, int32 [lists + 1], no page twice in a list;
+                None: they are in none.
+            together: Pages of a list, counted from its first one, that stay in one part; fewer
+                where :attr:`room` is less, as it is while overdue reads hold places.
+
+        Returns:
+            Ascending positions of each part, or one slice of all. Pages of a list are in order.
         """
         room = max(1, self.room)
-        if len(pages) <= room:
+        outside = pages.frames == 0
+        if np.count_nonzero(outside) <= room:
             return [slice(None)] if len(pages) else []
         keys = pages.slots * self._geometry.pages + pages.numbers
-        _, first, which = np.unique(keys, return_index=True, return_inverse=True)
-        turn = np.empty(len(first), dtype=np.int64)
-        turn[np.argsort(first)] = np.arange(len(first)) // room
-        return [np.flatnonzero(turn[which] == i) for i in range(-(-len(first) // room))]
+        distinct, first, which = np.unique(keys[outside], return_index=True, return_inverse=True)
+        if len(distinct) <= room:
+            return [slice(None)]
+        turn = np.zeros(len(pages), dtype=np.int64)
+        if begin is None:
+            turn_of = np.empty(len(distinct), dtype=np.int64)
+            turn_of[np.argsort(first)] = np.arange(len(distinct)) // room
+            turn[outside] = turn_of[which]
+        else:
+            entry = np.full(len(pages), -1, dtype=np.int64)
+            entry[outside] = which
+            _cut_lists(turn, entry, begin, min(together, room), room)
+        return [np.flatnonzero(turn == number) for number in range(int(turn.max()) + 1)]
 
     def alive(self) -> NDArray[np.int64]:
         """Positions in :attr:`rows` of those that are not poisoned."""
@@ -391,3 +412,39 @@ class SelectedContexts:
         self._summaries.unpin(self._summary_rows)
         self._borrowed = self._borrowed[:0]
         self._summary_rows = self._summary_rows[:0]
+
+
+def _cut_lists(
+    turn: NDArray[np.int64],
+    entry: NDArray[np.int64],
+    begin: NDArray[np.int32],
+    together: int,
+    room: int,
+) -> None:
+    """Give each page a turn, so that no turn has more than ``room`` distinct entries.
+
+    Args:
+        turn: Written, [n].
+        entry: Entry of each page, from 0; -1: it takes no place, [n].
+        begin: Edges of the lists, [lists + 1].
+        together: Pages of a list that stay in one turn, ``room`` at most.
+        room: Entries.
+    """
+    pieces = -(-np.diff(begin) // together)
+    ordinal = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    first = np.repeat(begin[:-1], pieces) + ordinal * together
+    last = np.minimum(first + together, np.repeat(begin[1:], pieces))
+    # Rows that share a prefix mostly have the same pages in pieces with the same number: side by
+    # side, these are read once.
+    order = np.lexsort((entry[first], ordinal))
+    latest = np.full(int(entry.max()) + 1, -1, dtype=np.int64)
+    now = taken = 0
+    for low, high in zip(first[order].tolist(), last[order].tolist(), strict=True):
+        wanted = entry[low:high]
+        wanted = wanted[wanted >= 0]
+        more = int(np.count_nonzero(latest[wanted] != now))
+        if taken + more > room:
+            now, taken, more = now + 1, 0, len(wanted)
+        latest[wanted] = now
+        taken += more
+        turn[low:high] = now
