@@ -317,11 +317,12 @@ class SSDKVConfig(OptionModel):
         Field(
             ge=0,
             le=1_000_000_000,
-            description="One hit in so many, and the first four after a start, are verified: the "
-            "last block of the hit is computed although it is stored, and compared. If they "
-            "differ by more than rounding, the store is suspended: nothing is found in it any "
-            "more, what was stored up to the last good one stays, an alert goes off, and "
-            "`ssdkv resume` takes it back. 0: none is. With a sparse selector none is either.",
+            description="One hit in so many, the first four after a start, and the next one after "
+            "a reset of the cache are verified: the last block of the hit is computed although it "
+            "is stored, and compared. If they differ by more than rounding, the store is "
+            "suspended: nothing is found in it any more, what was stored up to the last good one "
+            "stays, an alert goes off, and `ssdkv resume` takes it back. 0: none is. With a sparse "
+            "selector none is either.",
         ),
         Reason(
             "256: KV of other weights or settings is kept out by the keys; this finds what no list "
