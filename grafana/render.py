@@ -168,23 +168,24 @@ def _draw_lines(axes: Axes, panel: Panel, series: list[Named], period: Period) -
     if not series:
         axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center", color="#999999")
     times = period.times() / _DAY_S
-    below = np.zeros(len(times))
-    for name, own in series:
+    below, lines = np.zeros(len(times)), []
+    for _, own in series:
         values = own + below if panel.stacked else own
         bases = below.copy()
         if panel.stacked:
             below += np.nan_to_num(own)
-        (line,) = axes.plot(times, values, linewidth=1.2, label=name, clip_on=False)
+        (line,) = axes.plot(times, values, linewidth=1.2, clip_on=False)
+        lines.append(line)
         if alone := _alone(values):  # else the legend would have dots, too
             line.set(marker="o", markersize=3, markevery=alone)
         alpha = 0.3 if panel.stacked else 0.05
         axes.fill_between(times, bases, values, alpha=alpha, color=line.get_color())
     _draw_axes(axes, panel, series, period)
     _draw_limits(axes, panel)
-    handles, _ = axes.get_legend_handles_labels()
     named, others = _in_legend(series)
-    shown = [handles[i] for i in named]
-    names = [_shortened(series[i][0]) for i in named]
+    shown = [lines[i] for i in named]
+    # A series may have no name of its own, as that of the only node.
+    names = [_shortened(series[i][0] or panel.title) for i in named]
     if others:
         (nothing,) = axes.plot([], [], alpha=0)
         shown, names = [*shown, nothing], [*names, others]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,27 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", documents(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_lines_are_short(page: Path) -> None:
     assert too_long(page.read_text()) == []
+
+
+NOT_THERE = ROOT / "docs" / "not-there.md"
+
+
+def pages_that_say(rows: str) -> Counter[str]:
+    """How many rows of the list of what is not there name each page."""
+    linked = re.findall(r"\]\(([^)\s]+)\)", "".join(re.findall(r"^\|.*$", rows, re.MULTILINE)))
+    return Counter(str((NOT_THERE.parent / name).resolve().relative_to(ROOT)) for name in linked)
+
+
+def test_all_that_is_not_there_yet_is_in_one_list() -> None:
+    """Where a page says "yet", it speaks of a row of the list, or it says "still"."""
+    said: Counter[str] = Counter()
+    for page in documents():
+        text = page.read_text()
+        if page in (NOT_THERE, ROOT / "CHANGELOG.md") or GENERATED in text:
+            continue
+        text = re.sub(r"<!-- (?:begin|Generated).*?<!-- end", "", text, flags=re.DOTALL)
+        said[str(page.relative_to(ROOT))] = len(re.findall(r"\byet\b", text))
+    assert +said == pages_that_say(NOT_THERE.read_text())
 
 
 def test_a_broken_link_and_a_long_line_are_seen(tmp_path: Path) -> None:

@@ -75,8 +75,8 @@ class SlotTable:
     def key(self, slot: int) -> bytes:
         """What a ready slot holds."""
 
-    def usage(self, first: int, n: int) -> tuple[int, int, int]:
-        """How many slots of a range are ready, pinned, and free or evictable."""
+    def usage(self, first: int, n: int) -> tuple[int, int, int, int]:
+        """How many slots of a range are ready, masked, pinned, and free or evictable."""
 
     def order(self) -> I64: ...
     def free_slots(self) -> I64: ...
@@ -87,8 +87,9 @@ class SlotTable:
     def pin(self, slots: I64) -> None: ...
     def unpin(self, slots: I64) -> None: ...
     def publish(self, slot: int, key: bytes) -> bool: ...
-    def durable(self, slots: I64) -> tuple[I64, I64, list[bytes]]:
-        """Slots, epochs and keys that the journal must be told of."""
+    def durable(self, slots: I64) -> tuple[I64, I64, list[bytes], I64]:
+        """Slots, epochs and keys that the journal must be told of before :meth:`retire` of the last
+        ones, masked slots that have one of these keys."""
 
     def replace(self, old: I64, new: I64) -> tuple[list[bool], I64, I64, I64, list[bytes]]:
         """Which pairs have moved; the old slots of those that are journalled; slots, epochs and
@@ -102,6 +103,12 @@ class SlotTable:
 
     def quarantine(self, slots: I64) -> tuple[int, I64, I64]:
         """How many were dropped; then as :meth:`drop`."""
+
+    def mask(self, slots: I64) -> tuple[int, int]:
+        """How many were masked, and how many were dropped, whose data is not durable."""
+
+    def unmask(self, slots: I64) -> int:
+        """How many are found again."""
 
     def restore(self, slots: I64) -> None: ...
     def defer(self, mask: NDArray[np.bool_]) -> None: ...
@@ -133,6 +140,8 @@ class SlotTable:
     def pinned(self) -> int: ...
     @property
     def lost(self) -> int: ...
+    @property
+    def masked(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
     def counts(self) -> dict[str, int]: ...

@@ -31,6 +31,8 @@ from vllm_ssdkv.batch.room import Engine, Room
 from vllm_ssdkv.batch.routes import STATE
 from vllm_ssdkv.batch.runner import Runner
 from vllm_ssdkv.batch.service import Service, open_service
+from vllm_ssdkv.batch.users import STATE as USERS
+from vllm_ssdkv.batch.users import Users
 from vllm_ssdkv.config.batch import BatchConfig
 
 DEADLINE_S = 120.0
@@ -151,12 +153,14 @@ async def serving(
     runner = Runner(service, model, concurrency, counters, clock, engine, room)
     setattr(app.state, STATE, service)
     setattr(app.state, RUNNER, runner)
+    setattr(app.state, USERS, Users(directory, engine, counters))
     transport = httpx2.ASGITransport(app=app)
     async with httpx2.AsyncClient(transport=transport, base_url="http://batch.test") as http:
         served = Served(app, service, model, registry, http)
         if not run:
             yield served
             service.database.close()
+            getattr(app.state, USERS).close()
             return
         async with running(app.state):
             yield served

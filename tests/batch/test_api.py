@@ -130,7 +130,8 @@ def test_names_and_modes(tmp_path: Path) -> None:
     served(tmp_path / "jobs", scenario, run=False)
     root = tmp_path / "jobs"
     names = [path for path in tmp_path.rglob("*") if path.parent != root / "files" and path != root]
-    assert {path.name for path in names} <= {"files", "jobs.db", "jobs.db-wal", "jobs.db-shm"}
+    ours = {"files", "jobs.db", "jobs.db-wal", "jobs.db-shm", "users"}
+    assert {path.name for path in names} <= ours
     for path in [root, *root.rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 

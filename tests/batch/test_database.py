@@ -155,7 +155,7 @@ def test_a_later_version_is_refused(tmp_path: Path) -> None:
     Database(path).close()
     with contextlib.closing(sqlite3.connect(path)) as later, later:
         later.execute("PRAGMA user_version = 99")
-    with pytest.raises(FormatError, match="version 99, this program reads 2; give another"):
+    with pytest.raises(FormatError, match="version 99, this program reads 3; give another"):
         Database(path)
 
 

@@ -14,7 +14,6 @@ from tests.batch.served import (
     Model,
     Served,
     chat_line,
-    content,
     ended,
     served,
     submit,
@@ -22,24 +21,13 @@ from tests.batch.served import (
 )
 from vllm_ssdkv.batch import sending
 from vllm_ssdkv.batch.answers import Reply
-from vllm_ssdkv.batch.endpoint_protocol import NoReplyError
 from vllm_ssdkv.batch.room import KVCache, Load, Room
 
 pytestmark = pytest.mark.usefixtures("no_pauses")
 
 
-class Dead:
-    """An engine that has ended by itself."""
-
-    died = True
-    kv = None
-
-    def load(self) -> None:
-        return None
-
-
-def attempts(server: Served) -> list[int]:
-    rows = server.service.database.rows("SELECT attempts FROM requests WHERE NOT done")
+def under_way(server: Served) -> list[int]:
+    rows = server.service.database.rows("SELECT under_way FROM requests WHERE NOT done")
     return sorted(row[0] for row in rows)
 
 
@@ -49,54 +37,18 @@ def test_a_stop_is_no_death(tmp_path: Path) -> None:
         if not [batch async for batch in client.batches.list()]:
             await submit(client, [chat_line(str(i), f"q{i}") for i in range(10)])
         await until(lambda: server.model.under_way == 4)
-        assert attempts(server) == [0] * 6 + [1] * 4
+        assert under_way(server) == [0] * 6 + [1] * 4
 
     for _ in range(4):
         served(tmp_path, stopped, model=Gated())
 
     async def last(server: Served) -> None:
-        assert attempts(server) == [0] * 10
+        assert under_way(server) == [0] * 10
+        (row,) = server.service.jobs.unended()
+        assert row["deaths"] == 0
+        assert server.service.jobs.suspects(row["seq"]) == []
 
     served(tmp_path, last, run=False)
-
-
-def test_what_an_engine_died_of_is_tried_alone_and_then_no_more(tmp_path: Path) -> None:
-    async def dying(server: Served) -> None:
-        client = server.client()
-        if not [batch async for batch in client.batches.list()]:
-            await submit(client, [chat_line(str(i), f"q{i}") for i in range(10)])
-        await until(lambda: None in told and server.model.under_way == 0)
-        await until(lambda: server.metric("batch_requests_running") == 0)
-
-    class Poisoned(Model):
-        async def answer(self, endpoint: str, body: dict[str, Any]) -> Reply:
-            try:
-                return await super().answer(endpoint, body)
-            except NoReplyError:
-                told.append(None)
-                raise
-
-    first = Poisoned(errors={"q2": [None]})
-    told: list[None] = []
-    served(tmp_path, dying, model=first, engine=Dead())
-    told.clear()
-    second = Poisoned(errors={"q2": [None]})
-    served(tmp_path, dying, model=second, engine=Dead())
-    # The other nine come first, and it runs alone.
-    assert second.seen[-1] == "q2"
-
-    async def last(server: Served) -> None:
-        client = server.client()
-        (batch,) = [batch async for batch in client.batches.list()]
-        batch = await ended(client, batch)
-        assert batch.status == "completed"
-        (failed,) = await content(client, batch.error_file_id)
-        assert failed["custom_id"] == "2"
-        assert failed["error"]["code"] == "server_died"
-        assert len(await content(client, batch.output_file_id)) == 9
-        assert server.model.seen == []
-
-    served(tmp_path, last)
 
 
 class Busy:

@@ -504,6 +504,13 @@ def test_capacities_are_as_given_or_measured(
         made.device_capacities("m")
 
 
+def test_a_node_takes_no_deadline_below_a_second(tmp_path: Path) -> None:
+    options = {"mode": "page", "nodes": ["unix:///n"], "state_dir": str(tmp_path)}
+    build({**options, "io": {"deadline": 1}})
+    with pytest.raises(ConfigError, match=r"io.deadline: 0.5 s is less than a node takes, 1 s"):
+        build({**options, "io": {"deadline": 0.5}})
+
+
 def test_free_space_of_a_path_that_does_not_exist_yet(tmp_path: Path) -> None:
     assert host.free_bytes(tmp_path / "a" / "b") > 0
     assert host.existing_parent(tmp_path / "a" / "b") == tmp_path

@@ -13,14 +13,13 @@ PAGE = {"mode": "page"}
 ALLOWED = 'allowed: "auto" or a number from 0 to 1'
 
 
-def test_the_host_attends_where_it_is_asked_to() -> None:
+def test_the_host_attends_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
     assert SSDKVConfig.from_extra_config(PAGE).offload is None
     config = SSDKVConfig.from_extra_config({**PAGE, "offload": {}}).offload
     assert config is not None
     assert (config.kind, config.share, config.x_share) == ("host", "auto", 0)
-    cpus = os.cpu_count() or 1
-    assert config.threads_of(1) == max(1, cpus // 2)
-    assert config.threads_of(1000) == 1
+    assert [config.threads_of(workers) for workers in (1, 2, 1000)] == [6, 3, 1]
 
 
 @pytest.mark.parametrize("share", ["auto", 0, 1, 0.0, 0.25, 1.0])

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.config.offload import OffloadConfig
 from vllm_ssdkv.config.request import RequestOptions, servable
+from vllm_ssdkv.config.sparse import SparseConfig
 from vllm_ssdkv.connector.scheduler.request_overrides import EXACT, RequestOverrides
 
 
@@ -215,3 +217,80 @@ def test_nothing_that_a_client_sends_is_too_much(params: object) -> None:
     assert found is None or found.applied(CONFIG).selector in servable(CONFIG)
     json.dumps(asked.ended("a"))
     assert len(asked) == 0
+
+
+CHANGES_THE_CHOICE: dict[str, object] = {
+    "budget": 0.25,
+    "budget_tokens": 4000,
+    "channel_dtype": "int8",
+    "channel_group": 2,
+    "channels": 3,
+    "cluster_affinity": "jaccard",
+    "cluster_score": "medoid",
+    "cluster_size": 3,
+    "cluster_threshold": 0.25,
+    "dense_layers": 1,
+    "estimate_rest": True,
+    "floor": 0.0625,
+    "granularity": "token",
+    "mass": 0.5,
+    "reuse_similarity": 0.5,
+    "reuse_steps": 3,
+    "scorer": "bounds",
+    "sink_tokens": 32,
+    "token_order": "position",
+}
+CHANGES_NO_CHOICE: dict[str, object] = {
+    "channel_pages": "hbm",
+    "exact_below": 5000,
+    "hbm_pages": "1MiB",
+    "page_cache": "1MiB",
+    "page_policy": "decay",
+    "prefetch": False,
+    "summaries": "1MiB",
+}
+
+
+def test_what_a_choice_is_made_by_and_what_not() -> None:
+    """Every option is in one of the two lists."""
+    plain = config("adaptive").choice
+    assert len(plain) == 16
+    assert set(SparseConfig.model_fields) == {*CHANGES_THE_CHOICE, *CHANGES_NO_CHOICE}
+    for name, value in CHANGES_THE_CHOICE.items():
+        assert config("adaptive", **{name: value}).choice != plain, name
+    for name, value in CHANGES_NO_CHOICE.items():
+        changed = config("adaptive", **{name: value})
+        assert getattr(changed.sparse, name) != getattr(CONFIG.sparse, name), name
+        assert changed.choice == plain, name
+    assert config("exact").choice == b""
+    others = [
+        config("window"),
+        config("swarm"),
+        config("sparf"),
+        config("sparf").model_copy(update={"offload": OffloadConfig(kind="fpga")}),
+        config("sparf").model_copy(update={"hbm_window_tokens": 128}),
+        config("sparf").model_copy(update={"page_tokens": 32}),
+    ]
+    assert len({plain, *(one.choice for one in others)}) == len(others) + 1
+    assert config("adaptive", budget_tokens=4000, budget=0.5).choice == (
+        config("adaptive", budget_tokens=4000).choice
+    )
+
+
+def test_a_request_that_asks_for_what_the_engine_does_chooses_alike() -> None:
+    asked = RequestOverrides(CONFIG, Counters())
+    wanted: list[dict[str, object]] = [
+        {"selector": "bounds"},
+        {"budget": CONFIG.sparse.budget},
+        {"selector": "exact"},
+        {"budget": 0.5},
+    ]
+    for number, one in enumerate(wanted):
+        asked.arrived(request(str(number), {"ssdkv": one}))
+    own = asked.choice("other")
+    assert own is not None
+    assert asked.choice("0") == asked.choice("1") == own
+    assert asked.choice("2") is None
+    assert asked.choice("3") not in (None, own)
+    asked.ended("2")
+    assert asked.choice("2") == own

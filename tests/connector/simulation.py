@@ -315,7 +315,7 @@ class Simulation:
         self.began: dict[str, int] = {}
         """Tokens that were computed when a request first ran."""
         self.plans: list[SSDKVMetadata] = []
-        self._known: dict[tuple[str, bytes], int] = {}
+        self._known: dict[tuple[str, bytes], list[bytes]] = {}
         self._decoding: set[str] = set()
         self._guesses = random.Random(0)
         # With drafts vLLM asks for results before it ends a step, which page mode then does itself.
@@ -470,6 +470,7 @@ class Simulation:
 
     def _execute(self, output: SchedulerOutput, plan: SSDKVMetadata) -> ModelRunnerOutput:
         for name in output.num_scheduled_tokens:
+            self._learn(name)
             adapter = self.requests[name].lora_request
             if adapter is not None:
                 if adapter.load_inplace:
@@ -616,8 +617,10 @@ class Simulation:
         """Note what belongs under the keys that vLLM knows by now."""
         request = self.requests[name]
         identity = self.ours.keys.identity(request)
-        seed, known = self._seeds.get(identity), self._known.get((name, identity), 0)
+        seed, before = self._seeds.get(identity), self._known.get((name, identity), [])
         keys = self.ours.keys_of(request)
+        # From where its tokens are decoded by choosing a request has other keys.
+        known = len(before) - sum(a != b for a, b in zip(before, keys, strict=False))
         if request.is_finished():
             self.ours.keys.forget(name)  # which it has been, before it was asked for here
         if len(keys) > known:
@@ -632,7 +635,7 @@ class Simulation:
                     if state:
                         right = state_after(of_block[-1], group, BLOCK)
                     assert self.content.setdefault(named[block], right) == right
-            self._known[name, identity] = len(keys)
+            self._known[name, identity] = keys
 
     def _deliver(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         found = self.scheduler.update_from_output(output, result)

@@ -81,7 +81,7 @@ class Probe:
         """Of a request's blocks, as its scheduler has them, when ranks have told what they hold."""
         if self._loaded.changed():
             self._weights = self._loaded.digest().digest
-        ranks = RankIdentities(kv_settings(self._config, "NHD"), [self._weights])
+        ranks = RankIdentities(kv_settings(self._config, "NHD", chooses=False), [self._weights])
         if adapter is not None:
             self.add_adapter(adapter)
             ranks.told([(0, RankReport(adapters=self._adapters.take_changes()))])

@@ -20,7 +20,7 @@ import torch
 import vllm
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers import rotary_embedding
 
@@ -274,6 +274,26 @@ def other_images(start: Start) -> Start:
     return start
 
 
+def configured_elsewhere(root: Path) -> Start:
+    """``config.json``, and processors that nobody reads, in another directory."""
+    start = with_image(root)
+    elsewhere = root / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("config.json", "preprocessor_config.json"):
+        shutil.copy(start.model / name, elsewhere)
+    return start.given(hf_config_path=str(elsewhere))
+
+
+def overridden(eps: float) -> Callable[[PreTrainedConfig], PreTrainedConfig]:
+    """Overrides by a function, which has the same name whatever it does."""
+
+    def override(config: PreTrainedConfig) -> PreTrainedConfig:
+        config.rms_norm_eps = eps
+        return config
+
+    return override
+
+
 def saved_again(start: Start) -> Start:
     """Save ``config.json`` as another version of transformers does."""
     added = {
@@ -353,6 +373,18 @@ CASES = (
         lambda start: start.given(mm_processor_kwargs={"image_mean": [0.1, 0.9, 0.2]}),
     ),
     Case("preprocessor_config.json", True, with_image, other_images),
+    Case(
+        "preprocessor_config.json beside --hf-config-path",
+        True,
+        configured_elsewhere,
+        other_images,
+    ),
+    Case(
+        "--hf-overrides by a function",
+        True,
+        lambda root: llama(root).given(hf_overrides=overridden(1e-5)),
+        lambda start: start.given(hf_overrides=overridden(0.1)),
+    ),
     Case("quantised", True, lambda root: llama(root).given(dtype="bfloat16"), quantised),
     Case("vLLM's version", True, llama, lambda start: replace(start, version="0.32.9")),
     Case("moved, in two shards", False, llama, moved),

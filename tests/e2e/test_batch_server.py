@@ -249,10 +249,9 @@ def check_answers(
     client: openai.OpenAI, batch: Batch, requests: dict[str, dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Every request has one answer, the one that a direct call gets."""
-    assert batch.status == "completed", batch
-    assert batch.error_file_id is None
     lines = lines_of(client, batch.output_file_id)
     assert sorted(line["custom_id"] for line in lines) == sorted(requests)
+    assert (batch.error_file_id is None) == (batch.status == "completed"), batch
     for line in lines:
         body = dict(requests[line["custom_id"]])
         ignore_eos = body.pop("ignore_eos")
@@ -359,22 +358,25 @@ def test_a_batch_is_cancelled_in_the_middle_and_others_are_served_meanwhile(serv
 @pytest.mark.rounds
 @pytest.mark.timeout(7200)
 def test_kills_of_a_server(server: Server, soak_rounds: int) -> None:
-    """Ten during 500 requests, or one during 60. tests/batch/test_kill.py kills the same runner
-    with a model that starts sooner."""
-    kills, questions = (10, 25) if soak_rounds >= 10 else (1, 3)
+    """One: a second one would be charged to the batch. What was under way waits for minutes then.
+    tests/batch/test_kill.py kills the same runner more often."""
     client = server.client()
-    requests = bodies(prefixes=20, questions=questions, max_tokens=16, seed=4)
-    batch = submit(client, requests)
-    for kill in range(1, kills + 1):
-        wanted = len(requests) * kill // (kills + 1)
-        batch = wait(client, batch, lambda b: completed(b) >= wanted)  # noqa: B023
-        server.kill()
-        server.start()
-        again = client.batches.retrieve(batch.id)
-        assert completed(again) >= completed(batch), "no finished answer is lost"
-    batch = wait(client, batch, lambda b: b.status == "completed")
-    assert completed(batch) == len(requests)
-    check_answers(client, batch, requests)
+    requests = bodies(prefixes=20, questions=3, max_tokens=16, seed=4)
+    batch = wait(client, submit(client, requests), lambda b: completed(b) >= len(requests) // 2)
+    server.kill()
+    server.start()
+    again = client.batches.retrieve(batch.id)
+    assert completed(again) >= completed(batch), "no finished answer is lost"
+    if soak_rounds >= 10:
+        batch = wait(client, batch, lambda b: b.status == "completed")
+        assert completed(batch) == len(requests)
+        check_answers(client, batch, requests)
+        return
+    wait(client, batch, lambda b: completed(b) >= len(requests) - SEATS // 2)
+    client.batches.cancel(batch.id)
+    batch = wait(client, batch, lambda b: b.status == "cancelled")
+    answered = {line["custom_id"] for line in lines_of(client, batch.output_file_id)}
+    check_answers(client, batch, {name: requests[name] for name in answered})
 
 
 def test_a_server_that_drains_calls_no_request_failed(server: Server) -> None:
@@ -462,25 +464,25 @@ def test_keys_that_mean_no_good_cost_others_nothing(server: Server, batch_second
     assert sum(seen.done.values()) > batch_seconds / 3
 
 
-def test_a_request_that_kills_the_engine_kills_two(server: Server) -> None:
+def test_a_batch_that_kills_two_engines_ends(server: Server) -> None:
     client = server.client()
     short = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
     long = {"model": "tiny", "prompt": "the end", "max_tokens": 3500, "ignore_eos": True}
-    batch = begin(client, completions([short] * 5 + [long]))
+    batch = begin(client, completions([short] * 5 + [long] * SEATS))
     batch = wait(client, batch, lambda b: completed(b) == 5)
-    server.kill_engine()
-    server.start()
-    deadline = time.monotonic() + DEADLINE_S
-    # Not before the engine has it: a request that it never saw is no suspect.
-    while server.metric("num_requests_running") != 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    server.kill_engine()
-    server.start({"concurrency": 8 * SEATS}, scheduling_policy="priority")
-    batch = wait(client, batch, lambda b: b.status == "completed")
+    for _ in range(2):
+        deadline = time.monotonic() + DEADLINE_S
+        # Not before the engine has them: a request that it never saw is no suspect.
+        while server.metric("num_requests_running") != SEATS // 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        server.kill_engine()
+        server.start()
+    batch = wait(client, batch, lambda b: b.status == "failed")
     assert completed(batch) == 5
-    (line,) = lines_of(client, batch.error_file_id)
-    assert (line["custom_id"], line["error"]["code"]) == ("5", "server_died")
+    lines = lines_of(client, batch.error_file_id)
+    assert {line["error"]["code"] for line in lines} == {"server_died"}
+    assert sorted(line["custom_id"] for line in lines) == sorted(str(5 + i) for i in range(SEATS))
 
 
 def test_users_go_first_where_batches_take_all_seats(server: Server) -> None:

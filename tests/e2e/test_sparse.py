@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.attention.newest import values_at
-from tests.e2e.engine import Engine
+from tests.e2e.engine import Answer, Engine
 from tests.e2e.workload import kv_tokens, page_mode
 from tests.faults import set_faults
 from vllm_ssdkv.connector import active_worker
@@ -44,6 +44,8 @@ class Recall:
     dram: str = "12MiB"
     block: int = BLOCK
     turn: int = 0
+    decoded: list[list[int]] = field(default_factory=list)
+    """Prompts and what followed them, as :func:`decode` made them."""
 
     def start(self) -> None:
         sparse = {"exact_below": 0, "page_cache": "1MiB", "summaries": "3MiB", **self.options}
@@ -127,6 +129,54 @@ def test_an_eighth_of_the_context_is_enough(recall: Recall) -> None:
         assert engine.ssdkv(name) == 0, name
 
 
+DECODED = 60
+EXACT = {"selector": "exact"}
+
+
+def decode(recall: Recall, prompt: Sequence[int]) -> None:
+    """Store a prompt, and tokens that are decoded behind it from a part of it."""
+    recall.engine.add("decode", prompt, DECODED)
+    found = recall.engine.run()["decode"]
+    recall.engine.settle()
+    recall.decoded.append([*prompt, *found])
+
+
+def answer(
+    recall: Recall, tokens: Sequence[int], asked: dict[str, object], salt: str = ""
+) -> Answer:
+    """What follows these tokens. With a ``salt`` nothing is found."""
+    prompt: dict[str, object] = {"prompt_token_ids": list(tokens)}
+    (output,) = recall.engine.llm.generate(
+        [prompt | ({"cache_salt": salt} if salt else {})],
+        Engine.sampling(4, logprobs=1, extra_args={"kv_transfer_params": {"ssdkv": asked}}),
+        use_tqdm=False,
+    )
+    recall.engine.settle()
+    (text,) = output.outputs
+    chances = [{t: p.logprob for t, p in position.items()} for position in text.logprobs]
+    return Answer(tuple(text.token_ids), int(output.num_cached_tokens or 0), tuple(chances))
+
+
+def assert_found_up_to_what_was_decoded(recall: Recall, tokens: Sequence[int]) -> None:
+    """A request that attends to everything finds the prompt; one that chooses alike, all."""
+    wanted = answer(recall, tokens, EXACT, salt="alone")
+    alike = answer(recall, tokens, {"selector": recall.selector})
+    got = answer(recall, tokens, EXACT)
+    whole = (len(tokens) - 1) // BLOCK * BLOCK
+    assert (wanted.cached, alike.cached) == (0, whole)
+    assert got.cached == (len(tokens) - DECODED) // BLOCK * BLOCK
+    assert got.tokens == wanted.tokens
+    for one, other in zip(got.logprobs, wanted.logprobs, strict=True):
+        assert one == pytest.approx(other, abs=0.02)
+    assert answer(recall, tokens, EXACT).cached == whole, "what an exact request has computed"
+
+
+def test_exact_requests_find_nothing_that_was_decoded_by_choosing(recall: Recall) -> None:
+    for number in (0, 1):
+        decode(recall, QUESTIONS[number].prompt[100:1100])
+    assert_found_up_to_what_was_decoded(recall, recall.decoded[0])
+
+
 def test_after_a_restart_contexts_are_not_read_but_in_parts(recall: Recall) -> None:
     recall.engine.close()
     recall.start()
@@ -152,6 +202,10 @@ def test_after_a_restart_contexts_are_not_read_but_in_parts(recall: Recall) -> N
     # While tokens were decoded. What exact attention reads is all of the context.
     read, context = (last - first for first, last in zip(seen[0], seen[-1], strict=True))
     assert 0 < read <= 0.16 * context * PAGE_BYTES
+
+
+def test_nor_do_they_after_a_restart(recall: Recall) -> None:
+    assert_found_up_to_what_was_decoded(recall, recall.decoded[1])
 
 
 def test_attention_is_handed_the_v_that_the_cache_has(

@@ -55,7 +55,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     (scratch / "alerts.yml").write_text(quick_rules())
     collector, own, stores = node_collector(NODE, STORES)
     engine = dict(ENGINE)
-    server, port = serve_metrics("127.0.0.1:0", collector)
+    server, port = serve_metrics("127.0.0.1:0", collector, Counters())
     try:
         with served(lambda: page(engine)) as url:
             jobs = {"vllm": url.removeprefix("http://"), "ssdkv-node": f"127.0.0.1:{port}"}

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.grafana.conftest import GRAFANA
-from vllm_ssdkv.grafana.board import NAMES, read_board
+from vllm_ssdkv.grafana.board import NAMES, Panel, read_board
 from vllm_ssdkv.grafana.legend import ShortLabels, distinct_parts
 from vllm_ssdkv.grafana.prometheus import Prometheus, PrometheusError, Series
-from vllm_ssdkv.grafana.render import Period, _alone, _in_legend, time_ticks
+from vllm_ssdkv.grafana.render import Period, _alone, _draw_lines, _in_legend, time_ticks
 from vllm_ssdkv.grafana.values import format_value
 
 
@@ -65,6 +65,20 @@ def test_the_legend_names_what_is_largest() -> None:
     assert named(*[0] * 9) == ([0], "and 8 more, all 0")
     assert named(0, 1, 0) == ([0, 1, 2], "")
     assert named() == ([], "")
+
+
+def test_a_series_without_a_name_has_that_of_its_panel() -> None:
+    """As the only node's, whose legend is its label ``instance`` alone."""
+    from matplotlib.figure import Figure
+
+    panel = Panel("Sessions", "graph", "none", False, False, (), 0, 0, 12, 8, ())
+    period = Period(0.0, 600.0, 60.0)
+    values = np.ones(len(period.times()))
+    axes = Figure().subplots()
+    _draw_lines(axes, panel, [("", values), ("_hidden", values), ("b", values)], period)
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["Sessions", "_hidden", "b"]
 
 
 def test_where_there_is_no_data_there_is_a_gap() -> None:

@@ -106,7 +106,7 @@ def test_two_devices_that_change_places(
     index.close()
 
 
-def test_a_removed_device_costs_what_touched_it_and_comes_back(
+def test_a_removed_device_hides_what_touched_it_and_comes_back_with_it(
     tmp_devices: Callable[[int], list[Path]], opened: Opened, caplog: pytest.LogCaptureFixture
 ) -> None:
     devices = tmp_devices(3)
@@ -132,7 +132,7 @@ def test_a_removed_device_costs_what_touched_it_and_comes_back(
         index, rebalancer = open_index(place(devices))
     assert f"device {devices[2]} is back" in caplog.text
     assert found(index, new) == set(new)
-    assert found(index, keys) == set(keys) - touched - set(new)
+    assert found(index, keys) == set(keys)
     gauges = index.gauges()
     assert gauges["free"] + gauges["ready"] > 0.8 * total
     index.close()
@@ -306,18 +306,70 @@ def unsynced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_what_a_lost_device_held_stays_gone(
+def test_what_a_replaced_device_held_stays_gone(
     tmp_devices: Callable[[int], list[Path]], opened: Opened, unsynced: list[int]
 ) -> None:
-    """The next start takes the device for one that is back: only the journal knows better."""
+    """The next start does not see that the file is a new one: only the journal knows better."""
     devices = tmp_devices(2)
-    filled(devices, opened, 0.5)
-    close(opened(place(devices[:1])))
+    keys, placement = filled(devices, opened, 0.5)
+    touched = placement.touches(1, array(list(keys)))
+    (devices[1] / "rank0.data").unlink()
+    close(opened(place(devices)))
     unsynced.clear()
-    index, _ = open_index(place(devices[:1]))
-    assert index.counters["dropped"] > 0
+    counters = Counters()
+    index, _ = open_index(place(devices), counters)
+    assert counters.total("slots_dropped", cause="replaced") == touched.sum() > 0
     assert unsynced
     assert not any(unsynced)
+    index.close()
+
+
+def test_what_is_stored_while_a_device_is_away_replaces_what_it_has(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened
+) -> None:
+    """The newest entry of a key wins, and the place of the older one is free when it is back."""
+    devices = tmp_devices(2)
+    keys, placement = filled(devices, opened, 0.5)
+    key = next(k for s, k in keys.items() if placement.touches(1, array([s]))[0])
+    close(opened(place(devices[:1])))
+    index, _ = open_index(place(devices[:1]))
+    assert index.find(key) is None
+    slot = int(index.allocate(1)[0])
+    assert index.publish(slot, key)
+    index.durable(slot)
+    index.close()
+    close(opened(place(devices)))
+    index, _ = open_index(place(devices))
+    assert index.find(key) == slot
+    assert index.gauges()["ready"] == len(keys)
+    assert index.gauges()["masked"] == 0
+    index.close()
+
+
+def test_a_store_that_only_waits_gives_up_nothing(
+    tmp_devices: Callable[[int], list[Path]], opened: Opened
+) -> None:
+    """What is masked makes room when blocks are stored, and not before that."""
+    devices = tmp_devices(2)
+    keys, _ = filled(devices, opened)
+    close(opened(place(devices[:1])))
+    counters = Counters()
+    index, rebalancer = open_index(place(devices[:1]), counters)
+    for _ in range(3):
+        rebalancer.step_and_wait(PATIENCE_S)
+    gauges = index.gauges()
+    assert gauges["masked"] > 0
+    assert gauges["ready"] + gauges["masked"] == len(keys)
+    assert index.claim([b"new".ljust(32)])[0] >= 0
+    rebalancer.step(patient=False)
+    rebalancer.step_and_wait(PATIENCE_S)
+    given = counters.total("slots_dropped", cause="restriped")
+    assert given > 0
+    rebalancer.close()
+    index.close()
+    close(opened(place(devices)))
+    index, _ = open_index(place(devices))
+    assert len(found(index, keys)) == len(keys) - given - 1  # one was evicted
     index.close()
 
 

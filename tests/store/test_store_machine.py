@@ -87,7 +87,10 @@ def content(name: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 class Store:
     """One run of the store, from opening to closing."""
 
-    def __init__(self, root: Path, encrypted: bool, replicas: int, tail: int):
+    def __init__(
+        self, root: Path, encrypted: bool, replicas: int, tail: int, away: int | None = None
+    ):
+        """``away``: a device that is not there."""
         self.control = root / "faults.json"
         devices = [root / f"ssd{i}" for i in range(DEVICES)]
         for path in devices:
@@ -96,7 +99,8 @@ class Store:
             "mode": "page",
             "devices": [
                 {"path": str(path), "capacity": f"{16 * replicas}MiB", "weight": 1}
-                for path in devices
+                for number, path in enumerate(devices)
+                if number != away
             ],
             "replicas": replicas,
             "state_dir": str(root / "state"),
@@ -112,7 +116,7 @@ class Store:
         self.place = StorePlace(config, geometry, Fingerprint({"model": "none"}), 1)
         self.counters = Counters()
         self.opened = open_rank(self.place, 0, self.counters)
-        self.index, self.rebalancer = open_index(self.place)
+        self.index, self.rebalancer = open_index(self.place, self.counters)
         self.restripe()
         self.hbm: dict[int, np.ndarray[Any, np.dtype[np.uint8]]] = {}
         self.tiers = TieredStore(
@@ -128,6 +132,8 @@ class Store:
         """Slots under way: slot -> name."""
         self.rewriting: dict[int, int] = {}
         """Of these, rewrites: new slot -> old slot."""
+        self.masked: set[int] = set()
+        """Names that were found until their device went."""
 
     def _payloads(self, frame: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         pages = self.tiers.frames.view(frame)[GEOMETRY.header_bytes :]
@@ -146,8 +152,10 @@ class Store:
             weights = list(self.rebalancer.weights)
             weights[device] = 0.0
             self.rebalancer.reweigh(weights)
-            out = self.rebalancer.out_of_use()
-            self.index.quarantine(slots[self.rebalancer.placement.lost(out, slots)])
+            lost = slots[self.rebalancer.placement.lost(self.rebalancer.out_of_use(), slots)]
+            ready = [s for s in lost.tolist() if self.index.state(s) is SlotState.READY]
+            self.masked |= {int.from_bytes(self.index.key(s)[:8], "little") for s in ready}
+            self.rebalancer.mask_lost()
         for slot, epoch in durable:
             if slot in self.rewriting:
                 self.index.replace(np.array([self.rewriting[slot]]), np.array([slot]))
@@ -287,6 +295,11 @@ class Store:
             self.index.drop(slot)
         self.index.unpin(slots)
         return None if poisoned else found
+
+    def given_up(self) -> int:
+        """Blocks whose place others have needed."""
+        evicted = self.index.counters["evictions"]
+        return evicted + int(self.counters.total("slots_dropped", cause="restriped"))
 
     def faults(self, *rules: dict[str, Any]) -> None:
         set_faults(self.control, *rules)
@@ -479,6 +492,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Perhaps with a torn last record of the journal, or with a device that was replaced."""
         self.store.settle()
         before = set(self.ready())
+        masked = self.store.masked
         self.store.close()
         headless = False
         if cut is not None:
@@ -493,10 +507,36 @@ class StoreMachine(RuleBasedStateMachine):
         self.store = Store(self.root, self.encrypted, self.replicas, self.tail)
         after = set(self.ready())
         # Made anew from the headers of slots, a journal has blocks that were given up, too.
-        assert after <= before or headless
+        assert after <= before | masked or headless
         if len({lost} - {None}) < self.replicas:
             # A torn record costs what it says, and no more.
             assert len(before - after) <= int(cut is not None), "blocks were forgotten"
+
+    @rule(away=st.integers(0, DEVICES - 1), writes=st.integers(0, 12))
+    def a_device_is_away_for_one_run(self, away: int, writes: int) -> None:
+        """What it has is found again, unless its place was needed, or it was stored anew."""
+        self.damaged.add(away)
+        self.store.settle()
+        before, masked = set(self.ready()), self.store.masked
+        names = sorted(before)
+        slots = np.concatenate([self.store.index.lookup([key_of(n)]) for n in names] or [[]])
+        alone = np.arange(self.store.rebalancer.placement.devices) == away
+        lost = self.store.rebalancer.placement.lost(alone, slots.astype(np.int64)).tolist()
+        self.store.close()
+        self.store = Store(self.root, self.encrypted, self.replicas, self.tail, away)
+        here = set(self.ready())
+        assert before - here == {n for n, gone in zip(names, lost, strict=True) if gone}
+        assert here <= before | masked
+        self.write(writes)
+        missing = sorted(before - here)
+        self.store.store(missing[: writes // 2])
+        self.read([writes], True, False)
+        self.store.settle()
+        gone = self.store.given_up()
+        dropped = self.store.index.counters["dropped"]
+        self.store.close()
+        self.store = Store(self.root, self.encrypted, self.replicas, self.tail)
+        assert len(before - set(self.ready())) <= gone + dropped, "blocks were forgotten"
 
     # ---- always ----
 
@@ -505,8 +545,8 @@ class StoreMachine(RuleBasedStateMachine):
         gauges = self.store.index.gauges()
         assert gauges["pinned"] == len(self.store.writing) + len(self.store.rewriting)
         assert gauges["reserved"] == 0
-        held = gauges["free"] + gauges["evictable"] + gauges["pinned"] + gauges["lost"]
-        assert held == self.store.index.num_slots
+        held = gauges["free"] + gauges["evictable"] + gauges["pinned"]
+        assert held + gauges["masked"] + gauges["lost"] == self.store.index.num_slots
 
 
 class EncryptedMachine(StoreMachine):

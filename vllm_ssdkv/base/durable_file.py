@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from vllm_ssdkv.base.file_access import create_file
+
 
 def write_all(fd: int, data: bytes, offset: int) -> None:
     """Write all bytes at an offset. Blocks.
@@ -52,7 +54,7 @@ def sync_directory(path: Path) -> None:
 
 
 def create_temporary(path: Path) -> tuple[int, Path]:
-    """A new empty file, mode 0600, next to ``path``, to be renamed over it.
+    """A new empty file next to ``path``, to be renamed over it, see :func:`create_file`.
 
     One name per target: what a crash left behind is removed first.
 
@@ -64,8 +66,7 @@ def create_temporary(path: Path) -> tuple[int, Path]:
     """
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-    return os.open(temporary, flags, 0o600), temporary
+    return create_file(temporary, os.O_RDWR), temporary
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -76,7 +77,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 @contextmanager
 def replacement(path: Path) -> Iterator[int]:
-    """Descriptor of a file, mode 0600, that takes the place of ``path`` when all went well. Blocks.
+    """Descriptor of a file that takes the place of ``path`` when all went well. Blocks.
 
     At any instant, a crash included, the path names the old content or the new one, whole.
 

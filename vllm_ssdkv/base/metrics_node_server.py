@@ -54,6 +54,11 @@ NODE_SERVER_METRICS: Final[tuple[Metric, ...]] = (
         Label("cause", ("gone", "refused", "closing")),
     ),
     counter(
+        "node_stores_removed",
+        "stores",
+        "Closed stores that were removed because another store needed their room on a drive.",
+    ),
+    counter(
         "node_pins_released",
         "pins",
         "Pins that were undone because their session ended.",

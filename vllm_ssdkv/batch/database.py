@@ -14,7 +14,7 @@ from typing import Final
 from vllm_ssdkv.base.errors import FormatError, StoreError
 from vllm_ssdkv.base.sizes import KIB, MIB
 
-VERSION: Final = 2
+VERSION: Final = 3
 BUSY_S: Final = 30.0
 """How long a call waits for another process's transaction."""
 _AGAIN_S: Final = 0.01
@@ -118,6 +118,16 @@ CREATE TRIGGER file_removed AFTER DELETE ON files BEGIN
 END""",
 )
 
+_FROM_2_TO_3: Final = (
+    # Whether it is with the engine now, or was when the server died.
+    "ALTER TABLE requests ADD COLUMN under_way INTEGER NOT NULL DEFAULT 0",
+    # Two deaths were final for a request; see Jobs.charge for what the numbers mean now.
+    "UPDATE requests SET attempts = 3 WHERE attempts >= 2",
+    # Deaths of servers that are charged to the batch; whether the last one was not.
+    "ALTER TABLE batches ADD COLUMN deaths INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE batches ADD COLUMN doubted INTEGER NOT NULL DEFAULT 0",
+)
+
 
 class Database:
     """A connection that any thread may use, one at a time. Every method blocks on I/O.
@@ -167,15 +177,15 @@ class Database:
                 for statement in _SCHEMA:
                     run(statement)
                 run("INSERT INTO settings VALUES ('salt', ?)", (os.urandom(32),))
-            if version in (0, 1):
-                for statement in _FROM_1_TO_2:
-                    run(statement)
-                run(f"PRAGMA user_version = {VERSION}")
-            elif version != VERSION:
+            if version > VERSION:
                 raise FormatError(
                     f"{path}: version {version}, this program reads {VERSION}; give another "
                     "batch.directory, or move this one away"
                 )
+            for statements in (_FROM_1_TO_2, _FROM_2_TO_3)[max(0, version - 1) :]:
+                for statement in statements:
+                    run(statement)
+            run(f"PRAGMA user_version = {VERSION}")
 
     def _switch_to_wal(self) -> None:
         """SQLite does not wait here, as it does elsewhere, where several servers start at once."""

@@ -27,6 +27,11 @@ from vllm_ssdkv.batch.validation import Entry, Summary
 from vllm_ssdkv.config.batch import BatchConfig
 
 ENDED: Final = ("completed", "failed", "expired", "cancelled")
+SUSPECT: Final = 1
+"""Value of ``attempts`` of a request that was under way when a server died."""
+CONVICTED: Final = 3
+"""Value of ``attempts`` of a request that servers died of. In between it was alone at a death, but
+for requests of users."""
 _UNENDED_SQL: Final = "('validating', 'in_progress', 'finalizing', 'cancelling')"
 
 
@@ -100,7 +105,7 @@ class Pending:
         number, offset, length: Its line.
         tokens, answers, answer_tokens, logprobs: What it takes of the engine, see
             :class:`request.Size`.
-        attempts: Servers that died while it was under way.
+        attempts: Evidence that servers die of it, up to ``CONVICTED``; see :meth:`Jobs.charge`.
     """
 
     rank: int
@@ -117,6 +122,26 @@ class Pending:
     def seats(self) -> int:
         """Seats that it takes; a line that is no request takes one for a moment."""
         return max(1, self.answers)
+
+    @property
+    def is_suspect(self) -> bool:
+        """Check whether it has to run alone."""
+        return SUSPECT <= self.attempts < CONVICTED
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """The end of a server that had requests under way.
+
+    Attributes:
+        lines: How many there were.
+        batches: Batches that they belong to.
+        charged: Whether it is charged to one of them.
+    """
+
+    lines: int
+    batches: int
+    charged: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,8 +298,8 @@ class Jobs:
     def unended(self) -> list[sqlite3.Row]:
         """Batches that have not ended, oldest first: what is needed to run them."""
         return self._database.rows(
-            "SELECT seq, owner, endpoint, input_file, status, expires_at FROM batches "
-            f"WHERE status IN {_UNENDED_SQL} ORDER BY seq"
+            "SELECT seq, id, owner, endpoint, input_file, status, expires_at, deaths, doubted "
+            f"FROM batches WHERE status IN {_UNENDED_SQL} ORDER BY seq"
         )
 
     def start(self, seq: int, summary: Summary, entries: Iterable[Entry]) -> None:
@@ -329,11 +354,11 @@ class Jobs:
 
     def pending(self, seq: int, after_rank: int, limit: int) -> list[Pending]:
         """The next requests without an answer, in the order of running, suspects left out."""
-        return self._pending(seq, "attempts != 1", after_rank, limit)
+        return self._pending(seq, f"attempts IN (0, {CONVICTED})", after_rank, limit)
 
     def suspects(self, seq: int) -> list[Pending]:
-        """Requests that were under way when a server died, once. Before any is begun."""
-        return self._pending(seq, "attempts = 1", -1, -1)
+        """Requests that were under way when a server died, and have to run alone."""
+        return self._pending(seq, f"attempts NOT IN (0, {CONVICTED})", -1, -1)
 
     def rest(self, seq: int, limit: int) -> list[Pending]:
         """The first requests without an answer, whichever."""
@@ -367,23 +392,57 @@ class Jobs:
         Raises:
             sqlite3.Error: nothing has changed; try again.
         """
-        self._count(1, sent)
+        self._mark(sent, under_way=True)
 
     def put_back(self, sent: Iterable[tuple[int, int]]) -> None:
         """These are under way no more, have no answer, and killed nobody.
 
         Raises:
-            sqlite3.Error: nothing has changed; each is tried alone by the next server.
+            sqlite3.Error: nothing has changed; the next server takes it for a death.
         """
-        self._count(-1, sent)
+        self._mark(sent, under_way=False)
 
-    def _count(self, change: int, sent: Iterable[tuple[int, int]]) -> None:
+    def _mark(self, sent: Iterable[tuple[int, int]], *, under_way: bool) -> None:
         with self._database.transaction(synced=False) as connection:
             connection.executemany(
-                "UPDATE requests SET attempts = attempts + ? WHERE batch = ? AND rank = ? "
-                "AND NOT done",
-                ((change, seq, rank) for seq, rank in sent),
+                "UPDATE requests SET under_way = ? WHERE batch = ? AND rank = ? AND NOT done",
+                ((under_way, seq, rank) for seq, rank in sent),
             )
+
+    def charge(self, *, users: bool) -> Death | None:
+        """Judge the death of the last server, before anything is sent; None: it did not die, or
+        nothing was under way.
+
+        A suspect that died alone is convicted; with ``users`` under way as well, at the second
+        time. Otherwise all that was under way is suspect. A death is charged to a batch when one of
+        its requests is convicted, or when nothing but its requests was under way. Safe to repeat.
+
+        Raises:
+            sqlite3.Error: nothing has changed; try again.
+        """
+        with self._database.transaction() as connection:
+            rows = connection.execute(
+                "SELECT batch, count(*) AS lines, max(attempts) AS attempts FROM requests "
+                "WHERE under_way AND NOT done GROUP BY batch"
+            ).fetchall()
+            if not rows:
+                return None
+            lines = sum(row["lines"] for row in rows)
+            was_alone = lines == 1 and rows[0]["attempts"] >= SUSPECT
+            attempts, charged = SUSPECT, len(rows) == 1 and not users
+            if was_alone:
+                attempts = rows[0]["attempts"] + 1 if users else CONVICTED
+                charged = attempts >= CONVICTED
+            connection.execute(
+                "UPDATE requests SET under_way = 0, attempts = min(max(attempts, ?), ?) "
+                "WHERE under_way AND NOT done",
+                (attempts, CONVICTED),
+            )
+            connection.executemany(
+                "UPDATE batches SET deaths = deaths + ?, doubted = ? WHERE seq = ?",
+                [(charged, not charged, row["batch"]) for row in rows],
+            )
+        return Death(lines, len(rows), charged)
 
     def record(self, seq: int, finished: Iterable[Finished]) -> int:
         """Make answers final: durable, counted, each request's once.

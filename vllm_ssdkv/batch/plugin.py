@@ -29,6 +29,8 @@ from vllm_ssdkv.batch.room import Room
 from vllm_ssdkv.batch.routes import STATE, router
 from vllm_ssdkv.batch.runner import Runner
 from vllm_ssdkv.batch.service import open_service
+from vllm_ssdkv.batch.users import STATE as USERS
+from vllm_ssdkv.batch.users import CountUsers, Users
 from vllm_ssdkv.config.batch import BatchConfig
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.names import CONNECTOR
@@ -68,6 +70,7 @@ class BatchPlugin:
         """Add the routes, and run the batches while the server runs."""
         app.include_router(router)
         app.add_exception_handler(ApiError, respond)
+        app.add_middleware(CountUsers)
         inner = app.router.lifespan_context
 
         @contextlib.asynccontextmanager
@@ -103,16 +106,18 @@ class BatchPlugin:
         users_first = endpoints.by_priority
         concurrency = config.concurrency or max(1, endpoints.seats // (1 if users_first else 2))
         share = config.kv_share or (1.0 if users_first else 0.5)
+        counters = server_counters()
         runner = Runner(
             service,
             endpoints,
             concurrency,
-            server_counters(),
+            counters,
             engine=engine,
             room=Room(engine.kv, share, users_first=users_first),
             limits=limits(vllm_config, concurrency),
         )
         setattr(state, STATE, service)
+        setattr(state, USERS, await asyncio.to_thread(Users, place, engine, counters))
         setattr(state, RUNNER, runner)
         logger.info(
             "batches: in %s; %d requests at a time, %.0f %% of KV; %s",
@@ -179,6 +184,7 @@ async def running(state: State) -> AsyncIterator[None]:
         if late:
             logger.error("batches: running did not end in %g s; the next start goes on", STOP_S)
         getattr(state, STATE).database.close()
+        getattr(state, USERS).close()
 
 
 def _log_end(task: asyncio.Task[None]) -> None:

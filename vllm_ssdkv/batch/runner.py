@@ -26,8 +26,9 @@ from vllm_ssdkv.batch.lines import LineError
 from vllm_ssdkv.batch.prometheus import BatchCounters
 from vllm_ssdkv.batch.request import EMBEDDINGS, NO_LIMITS, Limits, custom_id_of
 from vllm_ssdkv.batch.room import FIRST_ANSWER, Engine, Expected, Room
-from vllm_ssdkv.batch.sending import RETRY_S, Active, Sending, read_line
+from vllm_ssdkv.batch.sending import DEATHS, RETRY_S, Active, Sending, read_line
 from vllm_ssdkv.batch.service import Service
+from vllm_ssdkv.batch.users import left_by_the_dead
 from vllm_ssdkv.batch.validation import error_object
 from vllm_ssdkv.batch.validations import Validations
 from vllm_ssdkv.batch.validator import Validator
@@ -41,15 +42,19 @@ TRIM_S: Final = 5.0
 """How often free memory is given back while there are batches, and once when they have ended."""
 QUIET_S: Final = 1.0
 """Errors that pass are told once in this time; all of them are counted."""
+WELL_S: Final = 180.0
+"""How long the server has to serve until it tries requests that another one may have died of."""
 _CLOSING_PAGE: Final = 2048
+_FULL: Final = "storage_full"
+_DIED: Final = "server_died"
 _ENDS: Final = {
-    "cancelled": ("batch_cancelled", "The batch was cancelled before this request was answered."),
-    "expired": (
-        "batch_expired",
-        "This request could not be executed before the completion window expired.",
-    ),
-    "failed": ("storage_full", "There was no room for more results."),
+    "batch_cancelled": "The batch was cancelled before this request was answered.",
+    "batch_expired": "This request could not be executed before the completion window expired.",
+    _FULL: "There was no room for more results.",
+    _DIED: f"The batch ended before this request was answered: the server or its engine died "
+    f"{DEATHS} times while requests of this batch alone were under way.",
 }
+"""Texts for requests that have no answer, by the code of the reason."""
 
 
 class Runner:
@@ -83,6 +88,7 @@ class Runner:
         self._sending: Sending
         self._validations: Validations
         self._not_before: dict[int, float] = {}
+        self._well_at = 0.0
         self._next_sweep = 0.0
         self._next_trim = 0.0
         self._was_idle = True
@@ -108,6 +114,7 @@ class Runner:
             self._tell,
             self._woken,
         )
+        self._well_at = self._clock() + WELL_S
         try:
             await self._until_it_works(self._recover)
             while True:
@@ -164,6 +171,19 @@ class Runner:
 
     def _recover(self) -> None:
         orphans = self._service.files.remove_orphans()
+        left = left_by_the_dead(self._service.directory)
+        death = self._jobs.charge(users=any(count for _, count in left))
+        for path, _ in left:
+            path.unlink(missing_ok=True)
+        if death is not None:
+            logger.warning(
+                "batches: the last server died with %d requests of %d batches under way, which is "
+                "%s; each runs alone, after %g s at least",
+                death.lines,
+                death.batches,
+                "charged to the batch" if death.charged else "charged to none",
+                WELL_S,
+            )
         unended = len(self._jobs.unended())
         if orphans or unended:
             logger.info("batches: %d go on, %d unfinished files removed", unended, orphans)
@@ -196,7 +216,7 @@ class Runner:
         full = await asyncio.to_thread(self._without_room)
         for row in rows:
             await self._try(row["seq"], self._advance(row, now, full))
-        await self._sending.dispatch()
+        await self._sending.dispatch(may_try=now >= self._well_at)
         self._counters.set("batch_requests_running", self._sending.running)
         self._counters.set("batches_held", self._sending.held)
         await self._trim(is_idle=not rows)
@@ -240,15 +260,18 @@ class Runner:
         if status == "finalizing":
             await self._end(seq, "completed")
         elif status == "cancelling":
-            await self._end_early(row, "cancelled")
+            await self._end_early(row, "cancelled", "batch_cancelled")
         elif now >= row["expires_at"]:
-            await self._end_early(row, "expired")
+            await self._end_early(row, "expired", "batch_expired")
+        elif row["deaths"] >= DEATHS:
+            logger.error("batches: %s ends: the server died %d times of it", row["id"], DEATHS)
+            await self._end_early(row, "failed", _DIED)
         elif status == "in_progress":
             active = await self._join(row)
             if active.damage is not None:
                 await self._give_up(seq, active.damage)
             elif active.full or (active.has_next and active.owner in full):
-                await self._end_early(row, "failed")
+                await self._end_early(row, "failed", _FULL)
             elif active.is_idle and not any(seq == other for other, _ in self._sending.finished):
                 await self._end(seq, "completed")
 
@@ -259,7 +282,8 @@ class Runner:
             path = self._service.files.path(row["input_file"])
             suspects = await asyncio.to_thread(self._jobs.suspects, seq)
             expected = Expected(0 if row["endpoint"] == EMBEDDINGS else FIRST_ANSWER)
-            active = Active(seq, row["owner"], row["endpoint"], path, suspects, expected)
+            doubted = bool(row["doubted"])
+            active = Active(seq, row["owner"], row["endpoint"], path, suspects, doubted, expected)
             self._sending.join(active)
         return active
 
@@ -297,23 +321,23 @@ class Runner:
 
     # ---- ending ----
 
-    async def _end_early(self, row: sqlite3.Row, status: str) -> None:
+    async def _end_early(self, row: sqlite3.Row, status: str, code: str) -> None:
         """Abort what runs, and tell of every request without an answer why it has none."""
         seq = int(row["seq"])
         active = await self._join(row)
         await self._sending.halt(active)
         await self._record(active)
         try:
-            untold = await asyncio.to_thread(self._close_rest, active, *_ENDS[status])
+            untold = await asyncio.to_thread(self._close_rest, active, code, _ENDS[code])
         except (StoreError, FileNotFoundError) as error:
             await self._give_up(seq, str(error))
             return
-        errors = []
-        if status == "failed" or untold:
+        errors = [error_object(LineError(code, _ENDS[code]))] if code == _DIED else []
+        if code == _FULL or untold:
             full = await asyncio.to_thread(self._service.files.full, active.owner)
             more = f"; {untold} requests have no line" if untold else ""
             problem = f"Its results would take more than {full}{more}."
-            errors = [error_object(LineError("storage_full", problem))]
+            errors.append(error_object(LineError(_FULL, problem)))
             logger.warning("batches: one ends as %s for want of room: %s", status, problem)
         await self._end(seq, status, errors)
 

@@ -15,7 +15,7 @@ from typing import Final
 from vllm_ssdkv.base.sizes import KIB, MIB
 from vllm_ssdkv.batch.answers import Reply, answer_line, failure_line
 from vllm_ssdkv.batch.endpoint_protocol import AbortedError, Answering, NoReplyError
-from vllm_ssdkv.batch.jobs import Finished, Jobs, Pending
+from vllm_ssdkv.batch.jobs import CONVICTED, Finished, Jobs, Pending
 from vllm_ssdkv.batch.lines import MAX_LINE, LineError
 from vllm_ssdkv.batch.request import Limits, Request, custom_id_of, parse_request
 from vllm_ssdkv.batch.room import SETTLE_S, Engine, Expected, Room
@@ -28,7 +28,8 @@ RETRY_S: Final = 2.0
 ATTEMPTS: Final = 3
 """How often a request is sent that the engine answers with an error of its own."""
 DEATHS: Final = 2
-"""Servers that may die while a request is under way, until it is sent no more."""
+"""Deaths of servers that are charged to a batch, until it ends; of ``ssdkv batch run``: those that
+happen while a request is under way, until it is sent no more."""
 PATIENCE_S: Final = 10.0
 """How long smaller requests may pass one that needs more room than is left of the batches'."""
 MAX_LOGPROBS: Final = 16 * KIB
@@ -54,7 +55,9 @@ class Active:
     """A batch in progress, as this process sees it.
 
     Attributes:
-        suspects: Those that a server died of, perhaps; each runs alone when the rest is done.
+        suspects: Those that a server died of, perhaps; each runs alone.
+        doubted: Whether it is open who the last server died of. Then suspects are tried before the
+            rest, so that one death says it; else after it, so that the rest has its answers.
         expected: What its requests take of KV.
         damage: What has happened to its files, if anything has.
         full: Whether its results have no room any more.
@@ -68,6 +71,7 @@ class Active:
     endpoint: str
     input: Path
     suspects: list[Pending]
+    doubted: bool
     expected: Expected
     queue: deque[Pending] = field(default_factory=deque)
     last_rank: int = -1
@@ -90,12 +94,21 @@ class Active:
         is_stopped = self.damage is not None or self.full or self.halted or self.unrecorded
         return bool(self.queue) and not is_stopped
 
+    @property
+    def has_suspect_next(self) -> bool:
+        """Check whether the next one to send has to run alone."""
+        return bool(self.queue) and self.queue[0].is_suspect
+
     def is_short(self, least: int) -> bool:
         """Check whether there are fewer requests at hand, and may be more."""
         return len(self.queue) < least and not self.drained
 
     def fill(self, jobs: Jobs, least: int) -> None:
         """Read on. Blocks."""
+        if self.doubted and self.suspects:
+            self.queue.extend(self.suspects)
+            self.suspects = []
+            return
         found = jobs.pending(self.seq, self.last_rank, _PAGE + least)
         if found:
             self.last_rank = found[-1].rank
@@ -221,8 +234,8 @@ class Sending:
 
     # ---- sending ----
 
-    async def dispatch(self) -> None:
-        """Send as many as there is room for."""
+    async def dispatch(self, *, may_try: bool = True) -> None:
+        """Send as many as there is room for; suspects only where ``may_try``."""
         if self.interrupted or not self.active:
             return
         for active in self.active.values():
@@ -230,7 +243,7 @@ class Sending:
                 await asyncio.to_thread(active.fill, self._jobs, self._seats)
         if self._engine is not None:
             self._room.see(await asyncio.to_thread(self._engine.load))
-        chosen = self._choose()
+        chosen = self._choose(may_try=may_try)
         new = {(active.seq, request.rank) for active, request in chosen} - self._begun
         try:
             if new:
@@ -245,7 +258,7 @@ class Sending:
             active.running[task] = Sent(request, time.monotonic())
             task.add_done_callback(active.running.pop)
 
-    def _choose(self) -> list[tuple[Active, Pending]]:
+    def _choose(self, *, may_try: bool) -> list[tuple[Active, Pending]]:
         """The requests to be sent now, taken from their queues."""
         chosen: list[tuple[Active, Pending]] = []
         now = time.monotonic()
@@ -266,7 +279,8 @@ class Sending:
 
         def may_be_next(seq: int) -> bool:
             active = self.active[seq]
-            return active.has_next and looks[active.owner] < _LOOKS
+            may_go = may_try or not active.has_suspect_next
+            return active.has_next and may_go and looks[active.owner] < _LOOKS
 
         while taken.seats < self._seats and not taken.alone:
             seq = self._turns.next(may_be_next, seats.__getitem__, passed)
@@ -300,7 +314,7 @@ class Sending:
             logprobs=request.logprobs,
             part=self._room.part(prompt + answers, request.answers),
             unseen=self._room.part(prompt, request.answers) if new else 0.0,
-            alone=0 < request.attempts < DEATHS,
+            alone=request.is_suspect,
         )
 
     def _fits(self, takes: _Taken, taken: _Taken) -> bool:
@@ -366,7 +380,7 @@ class Sending:
             LineError: it is none, or is sent no more.
         """
         text = read_line(active.input, pending)
-        if pending.attempts >= DEATHS:
+        if pending.attempts >= CONVICTED:
             raise died(custom_id_of(text))
         return parse_request(text, active.endpoint, self._limits)
 

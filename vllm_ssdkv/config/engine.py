@@ -7,6 +7,7 @@ from here.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -57,11 +58,22 @@ MAX_DEVICES: Final = 64
 MAX_NODES: Final = 64
 """Addresses that the option ``nodes`` may have."""
 
+LEAST_NODE_DEADLINE_S: Final = 1.0
+"""Least ``io.deadline`` of an engine whose slots lie on nodes: a moment's pause of a node's drive
+must not take it out of use."""
+
 _OF_A_STORE: Final = (
     *("devices", "state_dir", "recover", "dram_gib", "admission", "trim"),
     "encryption",
 )
 """Options of a store, which a node has in place of its engines."""
+
+_CHANGE_NO_CHOICE: Final = frozenset(
+    {"channel_pages", "exact_below", "hbm_pages", "page_cache", "page_policy", "prefetch"}
+    | {"summaries"}
+)
+"""Options of the group ``sparse`` that do not change to what a query attends: where pages and
+summaries are kept and when they are read, and which requests choose at all."""
 
 MAX_DRAM_GIB: Final = 65536
 WINDOW: Final = 1024
@@ -532,6 +544,11 @@ class SSDKVConfig(OptionModel):
                 'state_dir: missing; with nodes and mode "page" index and journal stay with the '
                 "engine, so give a directory on a disk of its machine"
             )
+        if self.io.deadline < LEAST_NODE_DEADLINE_S:
+            yield (
+                f"io.deadline: {self.io.deadline:g} s is less than a node takes, "
+                f"{LEAST_NODE_DEADLINE_S:g} s: raise it, or leave out nodes"
+            )
         for name in sorted(self.io.model_fields_set & {"engine", "queue_depth", "direct"}):
             yield f"io.{name}: is an option of the node where there are nodes: set it there"
 
@@ -609,6 +626,20 @@ class SSDKVConfig(OptionModel):
         if self.sparse.budget_tokens is not None:
             return max(LEAST_CHOOSING, self.sparse.budget_tokens)
         return max(LEAST_CHOOSING, math.ceil(2 * self.window_tokens / self.sparse.budget))
+
+    @property
+    def choice(self) -> bytes:
+        """Digest of every option that changes to what a query attends, 16 bytes; empty for a
+        query that attends to everything."""
+        if self.selector == "exact":
+            return b""
+        sparse = self.sparse.model_dump(mode="json", exclude={*_CHANGE_NO_CHOICE, "scorer"})
+        if sparse["budget_tokens"] is not None:
+            del sparse["budget"]  # it is not used
+        fpga = self.offload is not None and self.offload.kind == "fpga"
+        named = [self.selector, self.scorer, self.window_tokens, self.page_tokens, fpga, sparse]
+        text = json.dumps(named, sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def may_choose(self, tokens: int) -> bool:
         """Check whether a request of so many tokens may choose, with some budget of its own."""

@@ -83,7 +83,7 @@ class NodeConfig(OptionModel):
             le=1,
             description="Share of `dram_gib`, and of the capacity of each device, that a store "
             "gets when it is first asked for. Where no share is left, the store that nobody has "
-            "used for longest gives up its memory; what it has on the drives stays.",
+            "used for longest gives up its memory, and its room on the drives if need be.",
         ),
         Reason("Two models at a time, or one of twice the size after an option was set."),
     ] = 0.5

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.platforms import current_platform
+from vllm.platforms import CpuArchEnum, current_platform
 
 from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.config.engine import SSDKVConfig
@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 _LOOPING = {"IQuestLoopCoderForCausalLM"}
 """Architectures that page mode's walk over a context, one layer after the other, does not fit."""
+
+_DECODES_IN_WINDOWS = {"UnlimitedOCRForCausalLM"}
+"""Architectures in which only tokens that are decoded attend to a window."""
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -159,6 +162,29 @@ def obstacles_to_reuse(vllm_config: VllmConfig) -> Iterator[Obstacle]:
                 "rejected drafts have changed the states of layers that have one",
                 ("start without --speculative-config",),
             )
+
+
+def why_no_prefixes(vllm_config: VllmConfig) -> str:
+    """Reason why no request of this engine may begin with stored blocks; empty: they may.
+
+    vLLM turns its own prefix caching off where its hits would be wrong, as those of the store
+    would. Nothing says whether vLLM or the user did it, so each place where vLLM does is known here
+    (tests/contract/test_prefix_caching.py).
+    """
+    model = vllm_config.model_config
+    if vllm_config.cache_config.enable_prefix_caching:
+        return ""
+    if not model.is_prefix_caching_supported:
+        return "its pooler needs all tokens of a request in one step"
+    if set(model.architectures) & _DECODES_IN_WINDOWS:
+        return "KV of a token that was decoded is not what a prompt would make"
+    if not current_platform.is_cpu():
+        return ""
+    if current_platform.get_cpu_architecture() == CpuArchEnum.RISCV:
+        return "attention on RISC-V computes all of a prompt in one step"
+    if model.use_mla and not vllm_config.scheduler_config.enable_chunked_prefill:
+        return "latent attention (MLA) on a CPU without AMX computes all of a prompt in one step"
+    return ""
 
 
 def _heads(model: ModelConfig) -> set[tuple[int, int]]:

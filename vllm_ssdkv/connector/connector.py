@@ -109,7 +109,7 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """A request has arrived; it may choose its selector."""
-        self.scheduler.asked.arrived(request)
+        self.scheduler.arrived(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

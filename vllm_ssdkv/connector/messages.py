@@ -228,6 +228,12 @@ class Row:
     as_x: bool = False
     """Its context is stored as X (``docs/internals/xcache.md``)."""
 
+    @property
+    def may_choose(self) -> bool:
+        """Check whether its query is a single token that was sampled, with a context to choose
+        from."""
+        return self.tokens == 1 and not self.of_prompt and self.hbm_start > 0
+
 
 @dataclass(frozen=True, slots=True)
 class ContextDelta:

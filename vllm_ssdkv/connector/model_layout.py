@@ -238,9 +238,8 @@ def fingerprint(
         # The drafter's layers are layers of the slots.
         fields["draft"] = str(draft.method)
     if config.selector != "exact":
-        # KV of tokens that were decoded from a part of their context is not what exact attention
-        # would have made. Selectors and budgets share a store all the same: their users have chosen
-        # to approximate. What a slot holds beside KV differs only by how pages are scored.
+        # Selectors and budgets share a store: keys tell apart what they have decoded. What a slot
+        # holds beside KV differs only by how pages are scored.
         fields["attention"] = "sparse"
         if config.scores_channels:
             fields["summaries"] = "int8 channels" if config.scales_channels else "channels"

@@ -18,7 +18,7 @@ from vllm_ssdkv.base.sizes import MIB, approximate_size, format_size
 from vllm_ssdkv.config.effects import without_effect
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.attention_backend import SSDKVBackend, SSDKVCPUBackend
-from vllm_ssdkv.connector.compatibility import check_engine
+from vllm_ssdkv.connector.compatibility import check_engine, why_no_prefixes
 from vllm_ssdkv.connector.identity.kv_settings import kv_settings
 from vllm_ssdkv.connector.identity.loaded_model import LoadedModel
 from vllm_ssdkv.connector.identity.weight_files import digest_of_files
@@ -226,7 +226,11 @@ def open_scheduler(
         # failed; a cache must never do that: what cannot be read is computed again.
         transfer.kv_load_failure_policy = RECOMPUTE
     config = _with_hits_to_verify(config, found.layout)
-    settings = kv_settings(vllm_config, str(kv_cache_config.kv_cache_layout))
+    settings = kv_settings(
+        vllm_config,
+        str(kv_cache_config.kv_cache_layout),
+        chooses=config.selector != "exact",
+    )
     max_model_len = vllm_config.model_config.max_model_len
     with ExitStack() as stack:
         if config.nodes and config.mode == "reuse":
@@ -243,6 +247,7 @@ def open_scheduler(
             found.layout.tp_size,
             Speculation.of(vllm_config, found.layout.block_tokens),
             reuses=_reuses(vllm_config),
+            sees_media=_sees_media(vllm_config),
             x_share=_x_share(config, vllm_config),
             x_shape=x_shape(config, vllm_config),
         )
@@ -333,15 +338,34 @@ def _check_room(found: _Identity, store: SchedulerStore, max_model_len: int) -> 
 
 def _reuses(vllm_config: VllmConfig) -> bool:
     """Check whether requests may begin with stored blocks: not where vLLM has turned its own prefix
-    caching off for the model, as for a pooler that needs all tokens in one step."""
-    model = vllm_config.model_config
-    if model.is_prefix_caching_supported or vllm_config.cache_config.enable_prefix_caching:
+    caching off because hits would be wrong."""
+    reason = why_no_prefixes(vllm_config)
+    if reason:
+        logger.warning(
+            "ssdkv: vLLM finds no prefixes of this model again, as %s: nothing is found in the "
+            "store, and nothing is stored",
+            reason,
+        )
+    return not reason
+
+
+def _sees_media(vllm_config: VllmConfig) -> bool:
+    """Check whether the tensors of images and the like reach the scheduler's process."""
+    media = vllm_config.model_config.multimodal_config
+    if media is None:
         return True
-    logger.warning(
-        "ssdkv: vLLM finds no prefixes of this model again, as its pooler needs all tokens of a "
-        "request in one step: nothing is found in the store"
-    )
-    return False
+    reason = ""
+    if media.mm_processor_cache_type == "shm":
+        reason = "--mm-processor-cache-type shm keeps them from the scheduler"
+    elif vllm_config.ec_transfer_config is not None:
+        reason = "--ec-transfer-config brings what others have made of them"
+    if reason:
+        logger.warning(
+            "ssdkv: contents of images, videos and sounds are not known, as %s: blocks of a "
+            "request from its first one on are neither stored nor found",
+            reason,
+        )
+    return not reason
 
 
 def check_failure_policy(vllm_config: VllmConfig) -> None:

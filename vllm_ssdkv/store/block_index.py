@@ -132,11 +132,12 @@ class SlotPlacement(Protocol):
     def reweigh(self, weights: Sequence[float]) -> None:
         """Give devices other shares."""
 
-    def drop_lost(self) -> int:
-        """Take what lies on devices out of use only out of the index; how many blocks."""
+    def mask_lost(self) -> int:
+        """Find nothing that lies on devices out of use only; how many blocks."""
 
-    def take_returned(self) -> None:
-        """Have the slots again that devices which are back in use had taken with them."""
+    def take_returned(self) -> int:
+        """Have the slots again that devices which are back in use had taken with them; how many
+        blocks are found again."""
 
     def take_segments(self) -> tuple[Segment, ...] | None:
         """The segments, if they have changed since the last call."""

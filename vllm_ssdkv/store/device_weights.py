@@ -20,11 +20,12 @@ class WeightedPlacement(Protocol):
     def reweigh(self, weights: Sequence[float]) -> None:
         """Give devices other shares."""
 
-    def drop_lost(self) -> int:
-        """Take what lies on devices out of use only out of the index; how many blocks."""
+    def mask_lost(self) -> int:
+        """Find nothing that lies on devices out of use only; how many blocks."""
 
-    def take_returned(self) -> None:
-        """Have the slots again that devices which are back in use had taken with them."""
+    def take_returned(self) -> int:
+        """Have the slots again that devices which are back in use had taken with them; how many
+        blocks are found again."""
 
     def step(self) -> None:
         """Go on with what is under way."""
@@ -45,22 +46,21 @@ class DeviceWeights:
         self._worth: dict[tuple[int, int], float] = {}
         self._even = False
 
-    def mark_lost(self, device: int, rank: int = 0) -> int:
-        """A device is out of use for a rank: what lies nowhere else is dropped. How many blocks
-        that were; 0 when it was known. Takes time that grows with the store, once."""
+    def mark_lost(self, device: int, rank: int = 0) -> None:
+        """A device is out of use for a rank: what lies nowhere else is not found until it is back.
+        Takes time that grows with the store, once."""
         if device in self._lost:
             self._lost[device].add(rank)
-            return 0
+            return
         self._lost[device] = {rank}
         self._lost_at = time.monotonic()
         self.reweigh()
-        dropped = self._rebalancer.drop_lost()
+        masked = self._rebalancer.mask_lost()
         self._rebalancer.step()
-        logger.error("ssdkv: %d stored blocks on %s are out of reach", dropped, self.paths[device])
-        return dropped
+        logger.error("ssdkv: %d stored blocks on %s are out of reach", masked, self.paths[device])
 
     def mark_returned(self, device: int, rank: int) -> None:
-        """A device, of a node, is in use again for a rank; for the store when all ranks have it.
+        """A device is in use again for a rank; for the store when all ranks have it.
         Takes time that grows with the store, then."""
         ranks = self._lost.get(device, set())
         ranks.discard(rank)
@@ -68,9 +68,13 @@ class DeviceWeights:
             return
         del self._lost[device]
         self.reweigh()
-        self._rebalancer.take_returned()
+        found = self._rebalancer.take_returned()
         self._rebalancer.step()
-        logger.warning("ssdkv: %s has its share of new blocks again", self.paths[device])
+        logger.warning(
+            "ssdkv: %s has its share of new blocks again, %d stored blocks are in reach again",
+            self.paths[device],
+            found,
+        )
 
     @property
     def may_return(self) -> bool:

@@ -12,7 +12,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from uuid import UUID, uuid4
 
@@ -27,6 +27,7 @@ from vllm_ssdkv.base.errors import (
     FormatError,
     StoreError,
 )
+from vllm_ssdkv.base.file_access import create_directory, why_refused
 from vllm_ssdkv.base.file_lock import require_unlocked
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import format_size
@@ -364,9 +365,14 @@ class StorePlace:
 
 def _make_directory(path: Path, *, parents: bool) -> None:
     try:
-        path.mkdir(mode=0o700, parents=parents, exist_ok=True)
+        if parents:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.is_dir():
+            with suppress(FileExistsError):  # another rank was faster
+                create_directory(path)
     except OSError as error:
-        raise StoreError(f"cannot make the directory {path}: {error.strerror}") from error
+        why = why_refused(path, error)
+        raise StoreError(f"cannot make the directory {path}: {why}") from error
 
 
 def open_rank(
@@ -605,9 +611,10 @@ def _find_journal(place: StorePlace, manifest: Manifest) -> None:
     )
 
 
-def _settle_index(manifest: Manifest, index: SlotIndex) -> Placement:
-    """Drop what devices have lost, and what the journal says of segments that are new; bring the
-    manifest up to date with that. Where the slots are."""
+def _settle_index(manifest: Manifest, index: SlotIndex, counters: Counters) -> Placement:
+    """Drop what was on data files that are new, and what the journal says of segments that are new;
+    mask what lies on devices that are away; bring the manifest up to date with that. Where the
+    slots are."""
     slots = np.arange(manifest.numbers, dtype=np.int64)
     manifest.segments = [
         replace(segment, since=index.opening << EPOCH_COUNTER_BITS)
@@ -620,16 +627,22 @@ def _settle_index(manifest: Manifest, index: SlotIndex) -> Placement:
     for entry in manifest.devices:
         if not entry.present:
             entry.missed(index.opening, index.opening + 1)
-    empty = absent | [bool(entry.fresh) for entry in manifest.devices]
-    index.drop(slots[placement.lost(empty, slots)])
+    fresh = np.array([bool(entry.fresh) for entry in manifest.devices], dtype=np.bool_)
+    away = placement.lost(absent, slots)
+    # Blocks that need a new file and an absent one may be whole when that is back, in one copy of
+    # two; who would look for it here?
+    gone = placement.lost(fresh, slots) | (placement.lost(absent | fresh, slots) & ~away)
+    before = index.counters["dropped"]
+    index.drop(slots[gone])
+    counters.add("slots_dropped", index.counters["dropped"] - before, cause="replaced")
     for entry in manifest.present():
         entry.fresh = []
-    gone = ~placement.holds(slots) | placement.lost(absent, slots)
     for segment in placement.segments:
         if segment.first in manifest.fresh:
             index.drop(segment.all_slots())
     manifest.fresh = []
-    index.quarantine(gone)
+    index.quarantine(~placement.holds(slots))
+    index.mask(slots[away])
     return placement
 
 
@@ -680,7 +693,7 @@ def _open_index(
     index = SlotIndex(manifest.numbers, journal, open_number=manifest.opened + 1)
     with locked(place.state):
         manifest = place.stored()
-        placement = _settle_index(manifest, index)
+        placement = _settle_index(manifest, index, counters)
         manifest.model = place.model
         manifest.opened = index.opening
         manifest.last_opened = int(time.time())
@@ -722,9 +735,11 @@ def open_index(place: StorePlace, counters: Counters | None = None) -> tuple[Slo
         stack.pop_all()
     counts = index.counters
     logger.info(
-        "ssdkv: %d stored blocks recovered in %.1f s, %d dropped, %d damaged journal records",
+        "ssdkv: %d stored blocks recovered in %.1f s, %d of them out of reach, %d dropped, %d "
+        "damaged journal records",
         counts["recovered"] - counts["dropped"],
         time.monotonic() - begin,
+        index.gauges()["masked"],
         counts["dropped"] + counts["out_of_range"],
         counts["journal_corrupt_records"],
     )

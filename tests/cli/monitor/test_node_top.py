@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from tests.cli.metric_pages import node_collector, node_page, page, served
-from vllm_ssdkv.base.metrics import BY_NAME
+from vllm_ssdkv.base.metrics import BY_NAME, Counters
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.cli.monitor.metrics_scrape import parse
 from vllm_ssdkv.cli.monitor.node_sample import (
@@ -98,7 +98,7 @@ def test_a_node_is_told_from_an_engine() -> None:
 
 def test_prometheus_gets_the_names_that_are_documented() -> None:
     """It asks for OpenMetrics, where prometheus_client has no colons in names."""
-    server, port = serve_metrics("127.0.0.1:0", node_collector(OWN, stores(0))[0])
+    server, port = serve_metrics("127.0.0.1:0", node_collector(OWN, stores(0))[0], Counters())
     try:
         asked = urllib.request.Request(
             f"http://127.0.0.1:{port}/metrics",

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm.envs
 from transformers import Blip2Config, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from vllm_ssdkv.connector.identity.kv_settings import entries_that_count
+from tests.connector.kinds import configuration, make
+from vllm_ssdkv.connector.identity.kv_settings import (
+    _ENVIRONMENT,
+    entries_that_count,
+    kv_settings,
+)
+from vllm_ssdkv.store.format.fingerprint import Fingerprint
 
 KINDS: tuple[PreTrainedConfig, ...] = (
     LlamaConfig(rms_norm_eps=1e-5, rope_parameters={"rope_type": "linear", "factor": 2.0}),
@@ -72,3 +82,62 @@ def test_two_entries_that_imply_each_other() -> None:
 def test_a_configuration_that_cannot_be_made_is_taken_as_it_is() -> None:
     entries = {"num_attention_heads": "many"}
     assert entries_that_count(entries, LlamaConfig) == entries
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("model"), "llama")
+
+
+class TestSettings:
+    """Settings of a start, as vLLM has configured it."""
+
+    @staticmethod
+    def settings(model: Path, *, chooses: bool = False, **arguments: object) -> Fingerprint:
+        return kv_settings(configuration(model, **arguments), "NHD", chooses=chooses)
+
+    def test_they_are_the_same_each_time(self, model: Path) -> None:
+        assert self.settings(model) == self.settings(model)
+
+    @pytest.mark.parametrize("name", _ENVIRONMENT)
+    def test_variables_that_quantise_or_order_bytes(
+        self, name: str, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plain = self.settings(model)
+        assert name in vllm.envs.environment_variables, "vLLM does not know it any more"
+        monkeypatch.setenv(name, "")
+        assert self.settings(model) == plain
+        monkeypatch.setenv(name, "1")
+        assert self.settings(model) != plain
+
+    def test_settings_of_platforms_and_of_sparse_engines(self, model: Path) -> None:
+        found = [
+            self.settings(model),
+            self.settings(model, additional_config={"layout": "nz"}),
+            self.settings(model, additional_config={"layout": "nd"}),
+            self.settings(model, chooses=True),
+        ]
+        assert len({settings.digest for settings in found}) == len(found)
+
+    def test_the_other_configuration_file_counts(self, model: Path, tmp_path: Path) -> None:
+        """Which of the two vLLM reads depends on its options and on names of other files."""
+        both = Path(shutil.copytree(model, tmp_path / "both"))
+        found = [self.settings(both)]
+        for eps in (1e-5, 0.1):
+            (both / "params.json").write_text(json.dumps({"norm_eps": eps}))
+            found.append(self.settings(both))
+        assert len({settings.digest for settings in found}) == len(found)
+
+    def test_overrides_by_a_function_are_what_it_made(self, model: Path) -> None:
+        def overrides(eps: float) -> Callable[[PreTrainedConfig], PreTrainedConfig]:
+            def change(config: PreTrainedConfig) -> PreTrainedConfig:
+                config.rms_norm_eps = eps
+                return config
+
+            return change
+
+        one, same, other = (
+            self.settings(model, hf_overrides=overrides(eps)) for eps in (0.5, 0.5, 0.1)
+        )
+        assert one == same
+        assert one != other

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.lora.request import LoRARequest
@@ -38,6 +40,9 @@ def request(adapter: int = 0, *, again: bool = False, name: str = "r") -> Reques
         request_id=name,
         block_hashes=HASHES,
         lora_request=lora,
+        mm_features=[],
+        prompt_embeds=None,
+        cache_salt=None,
         resumable=False,
         _block_hasher=lambda one: HASHES[len(one.block_hashes) :],
     )
@@ -162,6 +167,68 @@ def test_what_a_resumable_request_computes_with_drafts_is_its_own() -> None:
     keys.forget("s")
     assert not keys
     assert not set(keys.to_store(resumable, 5, 0)) & set(stored)
+
+
+def test_blocks_that_a_choice_decoded_bind_it() -> None:
+    keys, chose, exact = keys_with({1: b"weights"}), request(), request(name="exact")
+    plain = keys.of(exact)
+    assert keys.of(chose) == plain
+    keys.bind_choice(chose, 2, b"choice")
+    keys.bind_choice(chose, 4, b"choice")
+    found = keys.of(chose)
+    assert found[:2] == plain[:2]
+    assert not set(found[2:]) & set(plain)
+    for start in range(5):
+        for stop in range(start, 6):
+            assert keys.of(chose, stop, start) == keys.to_store(chose, stop, start)
+            assert keys.of(chose, stop, start) == found[start:stop]
+    for block in range(2, 5):
+        assert keys.chosen(exact, block, b"choice") == [found[block]]
+        assert keys.chosen(exact, block, b"other") not in ([found[block]], [plain[block]])
+        assert keys.chosen(request(1, name="1"), block, b"choice") != [found[block]]
+    assert keys.chosen(exact, 5, b"choice") == []
+    keys.forget(chose.request_id)
+    assert keys.of(chose) == plain
+
+
+def embedded(
+    dtype: torch.dtype = torch.bfloat16,
+    tokens: Sequence[bool] | None = None,
+    salt: str | None = None,
+    row: int = 1,
+) -> list[bytes]:
+    """Keys of a prompt of embeddings, some of whose positions may have tokens in their place."""
+    init_none_hash(sha256)
+    rows = torch.full((40, 2), row, dtype=torch.int16).view(dtype)
+    mask = None if tokens is None else list(tokens)
+    return BlockKeys(NAMESPACE).of(
+        Request(
+            "a",
+            None if mask is None else [0] * 40,
+            SamplingParams(),
+            None,
+            prompt_embeds=rows,
+            prompt_is_token_ids=mask,
+            cache_salt=salt,
+            block_hasher=get_request_block_hasher(8, sha256),
+        )
+    )
+
+
+def test_embeddings_are_told_apart_from_tokens_and_from_other_types() -> None:
+    """The tokens of positions with embeddings are 0 to vLLM, as those of text may be."""
+    cases = [
+        embedded(),
+        embedded(torch.float16),
+        embedded(row=2),
+        embedded(salt="tenant"),
+        embedded(tokens=[True] * 40),
+        embedded(tokens=[False] * 20 + [True] * 20),
+        embedded(tokens=[True] * 20 + [False] * 20),
+    ]
+    assert len({key for keys in cases for key in keys}) == len(cases) * 5
+    assert embedded() == embedded()
+    assert embedded(tokens=[True] * 40) == embedded(tokens=[True] * 40)
 
 
 class TestRanks:

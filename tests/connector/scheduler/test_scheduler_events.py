@@ -368,7 +368,8 @@ def test_a_lost_device_takes_its_slots_along(page: Make) -> None:
     run.step()
     steps = len(run.plans)
     end(run, "a")
-    assert run.index.gauges()["lost"] == 30
+    gauges = run.index.gauges()
+    assert gauges["lost"] + gauges["masked"] == 30
     run.add("b", prompt(150), 4)
     end(run, "b")
     handed_out = np.concatenate([plan.save.slots for plan in run.plans[steps:]])

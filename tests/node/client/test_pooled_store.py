@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from tests.node.client.scripted_node import FRAME, Connection, ScriptedNode
 from tests.node.waits import until
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.node.client import pooled_store
 from vllm_ssdkv.node.client.hedging import LEAST_SAMPLES, HedgeBudget, LoadTimes
 from vllm_ssdkv.node.client.pooled_store import PooledStore
 from vllm_ssdkv.node.client.rendezvous import Rendezvous
@@ -204,15 +206,16 @@ def test_the_time_of_a_node_begins_when_it_is_asked(
     recorded: list[float] = []
     monkeypatch.setattr(LoadTimes, "record", lambda _, seconds, blocks: recorded.append(seconds))
     scripts[0].late, scripts[0].complete = True, False
-    began = time.monotonic()
+    late_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_s[0])
+    monkeypatch.setattr(pooled_store, "time", clock)
     worker.load([5], node=0, other=True)
     until(lambda: scripts[0].held)
-    time.sleep(0.3)
-    failed_s = time.monotonic() - began
+    late_s[0] = 3600.0
     scripts[0].go_on()
     assert worker.loaded().complete
     assert len(recorded) == 1
-    assert recorded[0] < failed_s / 2
+    assert recorded[0] < late_s[0]
 
 
 def test_bytes_of_a_node_that_leaves_while_they_are_copied_are_brought_again(

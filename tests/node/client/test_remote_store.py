@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -277,7 +278,10 @@ def test_frames_that_a_node_may_have_filled_anew_complete_no_load(
 def test_a_load_may_wait_while_the_node_does_others(
     engine: Engine, node: ScriptedNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_store, "CALL_S", 0.2)
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+    now = [time.monotonic()]
+    monkeypatch.setattr(remote_store, "time", clock)
+    still_s = DEADLINE_S + remote_store.CALL_S
     loads: list[tuple[Connection, int, int]] = []
 
     def hold(connection: Connection, message: Message, frame: Frame) -> None:
@@ -294,10 +298,14 @@ def test_a_load_may_wait_while_the_node_does_others(
     engine.load(4)
     until(lambda: len(loads) == 2)
     for _ in range(2):
-        time.sleep(0.8 * DEADLINE_S)
+        now[0] += 0.8 * still_s
         assert engine.store.take_load_outcomes() == []
         bring()
         assert engine.outcome().complete
+    engine.load(5)
+    until(lambda: len(loads) == 1)
+    now[0] += 1.2 * still_s
+    assert not engine.outcome().complete, "nothing has come for so long"
 
 
 @pytest.mark.parametrize(("bound", "value"), [("MAX_LOADING", 5), ("MAX_LOADS", 2)])

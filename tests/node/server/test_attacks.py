@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -10,16 +11,18 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from tests.alone import environment_with_tests
 from tests.node.process import NodeProcess
 from tests.node.protocol.frame_samples import SAMPLES, framed, hostile_session
 from tests.node.server.attacker import SPEC, WAIT_S, Attacker, connected, raw, raw_worker
+from tests.serving import free_port
 from vllm_ssdkv.base.errors import NodeError, NodeRefusedError
 from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.frames import Control, Flag, Header
@@ -46,6 +49,7 @@ from vllm_ssdkv.node.protocol.messages import (
     Taken,
     Unpin,
     Written,
+    encode,
     kind_of,
     pack,
     unpack,
@@ -61,10 +65,13 @@ NOT_ALLOWED = r"Operation not permitted|Permission denied"
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     """A node that all attacks of this file meet; at the end it is whole."""
+    root, ports = tmp_path_factory.mktemp("node"), (free_port(), free_port())
     options = {"lease": LEASE_S, "transfer": "1MiB", "most_sessions": 24}
-    with NodeProcess(tmp_path_factory.mktemp("node"), **options) as found:
+    options["listen"] = [f"unix://{root}/node.sock", f"tcp://127.0.0.1:{ports[0]}"]
+    options["metrics"] = f"127.0.0.1:{ports[1]}"
+    with NodeProcess(root, **options) as found:
         # As many stores as it has shares: whoever comes later takes the place of one.
-        for spec in (SPEC, msgspec.structs.replace(SPEC, name="another")):
+        for spec in (SPEC, replace(SPEC, name="another")):
             with Attacker(Address.parse(found.address), "scheduler", spec=spec):
                 pass
         before = vitals(found)
@@ -73,7 +80,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline and beyond(vitals(found), before):
             time.sleep(0.2)
-        assert not beyond(vitals(found), before)
+        assert not beyond(vitals(found), before), (vitals(found), before)
         assert "Traceback" not in found.log()
         assert found.end() == 0
 
@@ -101,10 +108,16 @@ def keys(first: int, count: int) -> bytes:
     return b"".join(number.to_bytes(32, "little") for number in range(first, first + count))
 
 
-def served(node: NodeProcess) -> bool:
+def options_of(node: NodeProcess) -> tuple[Address, int]:
+    """Its address over TCP, and the port of its metrics."""
+    options = json.loads(node.config.read_text())
+    return Address.parse(options["listen"][1]), int(options["metrics"].rpartition(":")[2])
+
+
+def served(node: NodeProcess, address: Address | None = None) -> bool:
     """Check whether an engine gets its answers, and soon."""
     begin = time.monotonic()
-    with Attacker(Address.parse(node.address), "scheduler", "good") as good:
+    with Attacker(address or Address.parse(node.address), "scheduler", "good") as good:
         assert isinstance(good.call(Lookup(keys(1, 10))).message, Slots)
         claimed = good.call(Claim(keys(random.randrange(1 << 60), 1))).message
         assert isinstance(claimed, Claimed)
@@ -142,7 +155,15 @@ HELLO = Hello(1, 1, "scheduler", "calls", "raw", 0, SPEC)
         (framed(HELLO, 0, payload=b"x"), "1 of payload"),
         (Header(16, body_bytes=1 << 20).pack(), "1048576 bytes of body"),
         (framed(Hello(7, 9, "scheduler", "calls", "raw", 0, SPEC), 0), "speaks versions 7 to 9"),
+        (  # of a release whose hello has another shape
+            Header(kind_of(HELLO), version=9, body_bytes=1).pack() + b"x",
+            "speaks versions 9 to 9 of the protocol",
+        ),
         (framed(Hello(1, 1, "worker", "bytes", "raw", 0, SPEC), 0), "begins with the connection"),
+        (
+            framed(HELLO, 0).replace(encode(SPEC), encode(replace(SPEC, ranks=65))),
+            "Expected `int` <= 64",
+        ),
         (
             framed(Hello(1, 1, "worker", "bytes", "raw", 0, SPEC, b"x" * 16), 0),
             "no such session to join",
@@ -457,7 +478,7 @@ def test_blocks_of_loads_under_way_are_bounded(node: NodeProcess) -> None:
     address = Address.parse(node.address)
     with Attacker(address, "scheduler") as scheduler, Attacker(address, "worker") as attacker:
         load, count = _stored(scheduler, attacker, 930), MAX_ENTRIES
-        many = msgspec.structs.replace(
+        many = replace(
             load,
             slots=load.slots * count,
             epochs=load.epochs * count,
@@ -532,6 +553,31 @@ def test_connections_that_say_nothing_keep_nobody_out(node: NodeProcess) -> None
             sock = stack.enter_context(connected(Address.parse(node.address)))
         sock.sendall(framed(HELLO, 0)[:20])
         assert served(node)
+
+
+def test_silent_connections_over_tcp_have_a_budget_of_their_own(node: NodeProcess) -> None:
+    """Those of one address: what another address may have is in ``test_newcomers.py``."""
+    address, _ = options_of(node)
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(connected(address)) for _ in range(40)]
+        for sock in socks[:32]:
+            with contextlib.suppress(ConnectionError):
+                assert sock.recv(1) == b""
+        assert served(node, address)
+        assert served(node)
+
+
+def test_silent_readers_of_metrics_keep_nobody_out(node: NodeProcess) -> None:
+    address, port = options_of(node)
+    with contextlib.ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), WAIT_S))
+        assert served(node, address)
+        url = f"http://127.0.0.1:{port}/metrics"
+        with urllib.request.urlopen(url, timeout=WAIT_S) as answer:
+            refused = b'vllm:ssdkv_node_refusals_total{cause="limit"}'
+            (line,) = (one for one in answer.read().splitlines() if one.startswith(refused))
+        assert float(line.split()[-1]) >= 24
 
 
 @pytest.mark.soak

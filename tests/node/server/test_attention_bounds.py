@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.base.checksum import checksum_pages
 from vllm_ssdkv.base.errors import ProtocolError
+from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.node import NodeConfig
 from vllm_ssdkv.node.protocol.messages import (
     Attend,
@@ -54,7 +55,7 @@ def volumes(tmp_path: Path) -> Iterator[VolumeSet]:
         "io": {"engine": "threads", "direct": "off"},
     }
     config = NodeConfig.from_options(options)
-    shelf = VolumeShelf(config, DriveRoom(config))
+    shelf = VolumeShelf(config, DriveRoom(config, list, Counters()))
     found = shelf.open([uuid4().bytes], [SLOTS * PAGES * 4096], "a model", 10.0)
     data = np.random.default_rng(1).standard_normal(SLOTS * PAGES * 1024).astype(np.float32)
     (found_path,) = (tmp_path / "ssd").rglob("*data*")

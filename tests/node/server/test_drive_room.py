@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
@@ -10,16 +11,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.node.server.attacker import SPEC, Attacker
+from tests.node.server.attacker import SPEC, WAIT_S, Attacker
 from vllm_ssdkv.base.errors import ConfigError, NodeError, StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import DeviceConfig, SSDKVConfig
 from vllm_ssdkv.config.node import NodeConfig
 from vllm_ssdkv.node.client.session import Peer
 from vllm_ssdkv.node.client.volume_link import VolumeLink
-from vllm_ssdkv.node.protocol.messages import RemoveVolume
+from vllm_ssdkv.node.protocol.messages import RemoveVolume, StoreSpec
 from vllm_ssdkv.node.server.daemon import Node
 from vllm_ssdkv.node.server.drive_room import DriveRoom
+from vllm_ssdkv.node.server.store_options import directory_of
 
 MIB = 1 << 20
 
@@ -54,10 +56,18 @@ def make_volume(node: Node, nbytes: int, name: bytes) -> None:
         assert link.close(5.0)
 
 
+def spec_named(name: str, model: str = SPEC.model) -> StoreSpec:
+    return msgspec.structs.replace(SPEC, name=name, model=model)
+
+
 def use_store(node: Node, name: str) -> None:
-    """Have the node open a store."""
-    with Attacker(node.addresses[0], "scheduler", spec=msgspec.structs.replace(SPEC, name=name)):
+    """Have the node open a store, and wait until nobody uses it."""
+    with Attacker(node.addresses[0], "scheduler", spec=spec_named(name)):
         pass
+    deadline = time.monotonic() + WAIT_S
+    while node.status().sessions:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_volume_gets_nothing_that_stores_own(node: Node, tmp_path: Path) -> None:
@@ -84,6 +94,66 @@ def test_a_store_gets_nothing_that_volumes_own(node: Node) -> None:
     use_store(node, "first")  # what it has stays its own
 
 
+def stored_bytes(root: Path) -> int:
+    return sum(path.stat().st_size for path in (root / "ssd").rglob("rank0.data"))
+
+
+def test_the_store_that_was_closed_for_longest_makes_room(
+    node: Node, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Capacity holds for all that a node has on a drive, whatever comes and goes."""
+    names = [directory_of(spec_named(name)) for name in ("a", "b", "c", "d")]
+    mine = tmp_path / "ssd" / "mine"  # a stranger's directory, with files named alike
+    for number, name in enumerate(("a", "b", "a", "c", "d")):
+        use_store(node, name)
+        assert stored_bytes(tmp_path) <= 64 * MIB, f"store {number}"
+        if name == "b":
+            mine.mkdir()
+            (mine / "notes").write_text("keep")
+    there = {path.name for path in (tmp_path / "ssd").iterdir()}
+    assert there - {"mine"} == {names[2], names[3]}
+    assert (mine / "notes").read_text() == "keep"
+    assert node.counters.totals()["node_stores_removed"] == 2
+    removed = [r.getMessage() for r in caplog.records if "is removed" in r.getMessage()]
+    assert [names[1] in removed[0], names[0] in removed[1]] == [True, True]
+    assert "of attacked" in removed[0]
+
+
+def test_stores_of_a_start_before_are_counted(tmp_path: Path) -> None:
+    first = Node(config_in(tmp_path))
+    first.start()
+    for name in ("a", "b"):
+        use_store(first, name)
+    assert first.close()
+    second = Node(config_in(tmp_path))
+    second.start()
+    use_store(second, "c")
+    assert stored_bytes(tmp_path) <= 64 * MIB
+    assert not (tmp_path / "ssd" / directory_of(spec_named("a"))).exists()
+    assert second.close()
+
+
+def test_stores_in_use_make_no_room_and_are_named(tmp_path: Path) -> None:
+    """Where closed stores are not enough, they stay."""
+    first = Node(config_in(tmp_path, store_share=0.25))
+    first.start()
+    for name in ("a", "b"):
+        use_store(first, name)
+    make_volume(first, 20 * MIB, uuid4().bytes)
+    assert first.close()
+    made = Node(config_in(tmp_path, store_share=0.25, shares={"large": 0.75}))
+    made.start()
+    names = ", ".join(sorted(directory_of(spec_named(name)) for name in ("a", "b")))
+    with (
+        Attacker(made.addresses[0], "scheduler", spec=spec_named("a")),
+        pytest.raises(NodeError, match=rf"no room for a store of 48 MiB.*\({names}\)"),
+        Attacker(made.addresses[0], "scheduler", spec=spec_named("c", model="large")),
+    ):
+        pass
+    assert len(list((tmp_path / "ssd").rglob("store.json"))) == 2
+    assert made.close()
+
+
 def test_what_is_there_already_is_used_whatever_the_capacity_is_now(tmp_path: Path) -> None:
     first = Node(config_in(tmp_path))
     first.start()
@@ -101,7 +171,7 @@ def test_what_is_there_already_is_used_whatever_the_capacity_is_now(tmp_path: Pa
 
 
 def test_a_store_that_is_being_opened_has_its_room(tmp_path: Path) -> None:
-    room = DriveRoom(config_in(tmp_path))
+    room = DriveRoom(config_in(tmp_path), list, Counters())
     store = DeviceConfig(path=str(tmp_path / "ssd" / "store"), capacity=40 * MIB)
     options = SSDKVConfig(mode="reuse", devices=(store,))
     volume = tmp_path / "ssd" / "volumes" / "one"

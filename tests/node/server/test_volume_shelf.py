@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from vllm_ssdkv.base.errors import DeviceError, StoreLockedError
+from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.node import NodeConfig
 from vllm_ssdkv.node.server import volumes as module
 from vllm_ssdkv.node.server.drive_room import DriveRoom
@@ -33,7 +34,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> VolumeShelf:
         "io": {"engine": "threads", "deadline": 3.0},
     }
     config = NodeConfig.from_options(options)
-    return VolumeShelf(config, DriveRoom(config))
+    return VolumeShelf(config, DriveRoom(config, list, Counters()))
 
 
 def opened(shelf: VolumeShelf, deadline_s: float = 10.0) -> VolumeSet:

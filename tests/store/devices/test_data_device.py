@@ -113,6 +113,43 @@ def test_the_descriptor_is_not_inherited(folder: Path) -> None:
     device.close()
 
 
+# Users
+
+
+@pytest.mark.parametrize(
+    ("directory", "before", "after"),
+    [
+        (0o700, 0o660, 0o660),  # nobody but the group: as somebody wanted it
+        (0o2770, 0o660, 0o660),
+        (0o700, 0o664, 0o600),
+        (0o2775, 0o664, 0o660),
+    ],
+    ids=oct,
+)
+def test_a_file_is_closed_to_others_and_left_to_its_group(
+    folder: Path, caplog: pytest.LogCaptureFixture, directory: int, before: int, after: int
+) -> None:
+    device = open_at(folder)
+    device.close()
+    folder.chmod(directory)
+    device.path.chmod(before)
+    open_at(folder).close()
+    assert stat.S_IMODE(device.path.stat().st_mode) == after
+    assert ("was open to other users" in caplog.text) == (before != after)
+
+
+def test_the_mode_of_a_file_of_somebody_else_is_left_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = open_at(folder)
+    device.close()
+    device.path.chmod(0o666)
+    monkeypatch.setattr(os, "geteuid", lambda: device.path.stat().st_uid + 1)
+    open_at(folder).close()
+    assert stat.S_IMODE(device.path.stat().st_mode) == 0o666
+    assert "is open to other users, and belongs to uid" in caplog.text
+
+
 # Direct I/O
 
 
@@ -433,7 +470,8 @@ def test_an_unwritable_directory_is_explained(where: str) -> None:
         )
     assert "Permission denied" in done.stdout
     assert folder in done.stdout
-    assert ("owner and permissions" in done.stdout) == (where == "")
+    # An ordinary user owns the directory; root's child is another user.
+    assert ("this process is uid 65534" in done.stdout) == (os.geteuid() in {0, 65534})
 
 
 @pytest.mark.parametrize(("nbytes", "rank"), [(0, 0), (PAGE + 1, 0), (-PAGE, 0), (PAGE, -1)])

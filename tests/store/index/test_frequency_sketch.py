@@ -51,6 +51,17 @@ def test_what_was_popular_once_is_forgotten() -> None:
     assert sketch.count([key(1)])[0] in (4, 5)
 
 
+def test_what_is_halved_counts_half_towards_the_next_time() -> None:
+    sketch = FrequencySketch(512)
+    for sample in (sketch._sample, sketch._sample // 2):
+        sketch.add(keys(100, sample - 8))
+        for _ in range(7):
+            sketch.add([key(1)])
+        before = sketch.count([key(1)])[0]
+        sketch.add([key(2)])
+        assert sketch.count([key(1)])[0] == before // 2
+
+
 def test_a_counter_does_not_run_over() -> None:
     sketch = FrequencySketch(1024)
     for _ in range(300):

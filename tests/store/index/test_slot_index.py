@@ -234,6 +234,7 @@ def test_a_write_dropped_before_it_was_published() -> None:
         "pinned": 0,
         "evictable": 0,
         "reserved": 0,
+        "masked": 0,
         "lost": 0,
         "journal_bytes": 0,
         "journal_degraded": 0,
@@ -304,9 +305,9 @@ def test_deferred_slots_are_handed_out_after_other_free_ones() -> None:
     store(index, 1)
     index.defer(np.array([True, True, True, False, False]))
     assert (index.gauges()["free"], index.free_now()) == (4, 2)
-    assert index.usage(0, 3) == (1, 0, 3)
+    assert index.usage(0, 3) == (1, 0, 0, 3)
     assert index.allocate(3).tolist() == [3, 4, 1]
-    assert index.usage(0, 3) == (1, 1, 2)
+    assert index.usage(0, 3) == (1, 0, 1, 2)
     index.unpin(slots_of(1, 3))
     index.defer(np.array([False, False, False, True, False]))
     assert index.allocate(4).tolist() == [1, 2, 3, 0]  # the last one was evicted
@@ -522,8 +523,8 @@ def test_usage_counts_what_can_be_found_and_what_is_pinned() -> None:
     for slot in (0, 1):
         index.publish(slot, key(slot))
     index.unpin(slots_of(0))
-    assert index.usage(0, 8) == (2, 3, 5)
-    assert index.usage(0, 1) == (1, 0, 1)
-    assert index.usage(2, 2) == (0, 2, 0)
-    assert index.usage(4, 4) == (0, 0, 4)
+    assert index.usage(0, 8) == (2, 0, 3, 5)
+    assert index.usage(0, 1) == (1, 0, 0, 1)
+    assert index.usage(2, 2) == (0, 0, 2, 0)
+    assert index.usage(4, 4) == (0, 0, 0, 4)
     assert len(slots) == 4

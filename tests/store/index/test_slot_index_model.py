@@ -42,6 +42,9 @@ class IndexMachine(RuleBasedStateMachine):
         self.ever_durable: set[tuple[int, int, bytes]] = set()
         self.lru: list[int] = []
         self.dead: set[int] = set()
+        self.masked: dict[int, bytes] = {}
+        """Keys of slots that are masked, pinned ones included."""
+        self.masked_order: list[int] = []
         self.reserved = 0
         self.last_epoch = 0
         self.evictions = 0
@@ -62,9 +65,15 @@ class IndexMachine(RuleBasedStateMachine):
         return max(0, self.obtainable() - self.reserved)
 
     def let_go(self, slot: int) -> None:
-        self.state[slot] = "lost" if slot in self.dead else "free"
+        if slot in self.masked:
+            self.state[slot] = "masked"
+            self.masked_order.append(slot)
+        else:
+            self.state[slot] = "lost" if slot in self.dead else "free"
 
     def forget(self, slot: int) -> None:
+        if self.masked.pop(slot, None) and slot in self.masked_order:
+            self.masked_order.remove(slot)
         self.key_of.pop(slot, None)
         self.durable_set.pop(slot, None)
         if slot in self.lru:
@@ -150,12 +159,14 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.durable(slots_of(*slots))
         for slot in slots:
             if self.state[slot] == "ready":
+                for other in [s for s, k in self.masked.items() if k == self.key_of[slot]]:
+                    self.model_drop(other)
                 self.durable_set[slot] = (self.index.epoch(slot), self.key_of[slot])
                 self.ever_durable.add((slot, *self.durable_set[slot]))
 
     @rule(slots=any_slots)
     def pin(self, slots: list[int]) -> None:
-        if any(self.state[s] in ("free", "lost") for s in slots):
+        if any(self.state[s] in ("free", "lost", "masked") for s in slots):
             with pytest.raises(ValueError, match="pin"):
                 self.index.pin(slots_of(*slots))
         else:
@@ -224,7 +235,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.index.replace(slots_of(data.draw(st.sampled_from(free))), slots_of(0))
 
     def model_drop(self, slot: int) -> None:
-        if self.state[slot] in ("ready", "writing"):
+        if self.state[slot] in ("ready", "writing") or slot in self.masked:
             self.forget(slot)
             self.state[slot] = "private"
             if self.pins[slot] == 0:
@@ -239,13 +250,56 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.dead) < 3)
     @rule(slot=st.integers(0, SLOTS - 1), as_mask=st.booleans())
     def quarantine(self, slot: int, as_mask: bool) -> None:
-        counted = slot not in self.dead and self.state[slot] in ("ready", "writing")
+        counted = slot in self.masked or self.state[slot] in ("ready", "writing")
         which = np.arange(SLOTS) == slot if as_mask else slots_of(slot)
         assert self.index.quarantine(which) == int(counted)
         self.dead.add(slot)
         if self.state[slot] == "free":
             self.state[slot] = "lost"
         self.model_drop(slot)
+
+    @precondition(lambda self: len(self.dead) < 4)
+    @rule(slots=any_slots)
+    def mask(self, slots: list[int]) -> None:
+        """A device goes with these slots."""
+        new = [s for s in dict.fromkeys(slots) if s not in self.dead]
+        kept = [s for s in new if s in self.durable_set]
+        dropped = [s for s in new if s not in kept and self.state[s] in ("ready", "writing")]
+        assert self.index.mask(slots_of(*slots)) == (len(kept), len(dropped))
+        for slot in [s for s in new if s not in kept]:
+            self.dead.add(slot)
+            self.model_drop(slot)
+            if self.state[slot] == "free":
+                self.state[slot] = "lost"
+        for slot in sorted(kept, key=lambda s: self.lru.index(s) if s in self.lru else -1):
+            self.dead.add(slot)
+            self.masked[slot] = self.key_of.pop(slot)
+            self.state[slot] = "private"
+            if self.pins[slot] == 0:
+                self.lru.remove(slot)
+                self.let_go(slot)
+
+    @precondition(lambda self: self.dead)
+    @rule(slots=any_slots, everything=st.booleans())
+    def unmask(self, slots: list[int], everything: bool) -> None:
+        """The device is back: what is durable is found again, before what is not."""
+        slots = list(range(SLOTS)) if everything else slots
+        back = [s for s in dict.fromkeys(slots) if s in self.dead]
+        shown = [s for s in back if s in self.masked]
+        self.dead -= set(back)
+        assert self.index.unmask(slots_of(*slots)) == len(shown)
+        first = [s for s in self.masked_order if s in shown]
+        self.masked_order = [s for s in self.masked_order if s not in shown]
+        for slot in shown:
+            for other in [s for s, k in self.key_of.items() if k == self.masked[slot]]:
+                assert other not in self.durable_set
+                self.model_drop(other)
+            self.key_of[slot] = self.masked.pop(slot)
+            self.state[slot] = "ready"
+        for slot in back:
+            if self.state[slot] == "lost":
+                self.state[slot] = "free"
+        self.lru = first + self.lru
 
     @rule(clean=st.booleans(), how=st.integers(0, 2))
     def restart(self, clean: bool, how: int) -> None:
@@ -263,10 +317,11 @@ class IndexMachine(RuleBasedStateMachine):
         self.key_of = {slot: k for slot, (_, k) in self.durable_set.items()}
         order = self.index.order().tolist()
         if clean:  # pinned ones come last, by number
-            kept = [s for s in self.lru if s in self.durable_set]
+            kept = [s for s in self.masked_order + self.lru if s in self.durable_set]
             assert order == kept + sorted(set(self.durable_set) - set(kept))
         self.lru = order
         self.dead = set()
+        self.masked, self.masked_order = {}, []
         self.reserved = self.evictions = 0
         assert self.index.counters["recovered"] == len(self.durable_set)
         for slot, (epoch, _) in self.durable_set.items():
@@ -317,6 +372,7 @@ class IndexMachine(RuleBasedStateMachine):
             "pinned": sum(p > 0 for p in self.pins.values()),
             "evictable": len(self.lru),
             "reserved": self.reserved,
+            "masked": states.count("masked"),
             "lost": states.count("lost"),
             "journal_degraded": 0,
         }

@@ -87,6 +87,28 @@ def test_it_says_what_was_put_last(
             assert_seal(found, i, model[slot], first)
 
 
+def test_seals_of_a_write_go_with_the_content() -> None:
+    """A slot that is forgotten while it is written is not adopted with its old seals."""
+    table = ChecksumTable(SLOTS, PAGES, *WORDS[1])
+    table.begin_write(array([1, 2]), joined([seal(1), seal(2)]))
+    table.forget(array([1]))
+    assert table.adopt(array([1, 2])).tolist() == [False, True]
+    found, known = table.get(array([1, 2]), 0, PAGES)
+    assert known.tolist() == [False, True]
+    assert_seal(found, 1, seal(2))
+
+
+def test_a_slot_that_is_named_twice_gives_its_row_back_once() -> None:
+    table = ChecksumTable(SLOTS, PAGES, *WORDS[1])
+    table.put(array([1]), seal(1))
+    table.release(array([1, 1]))
+    table.put(array([2]), seal(2))
+    table.put(array([3]), seal(3))
+    found, _ = table.get(array([2, 3]), 0, PAGES)
+    assert_seal(found, 0, seal(2))
+    assert_seal(found, 1, seal(3))
+
+
 @pytest.mark.parametrize("words", WORDS)
 def test_rows_are_used_again(words: tuple[int, int]) -> None:
     table = ChecksumTable(SLOTS, PAGES, *words)

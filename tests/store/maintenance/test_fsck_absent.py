@@ -55,8 +55,8 @@ def test_nothing_is_repaired_while_a_device_is_absent(tmp_path: Path) -> None:
     assert mended(store, journal=1) == set(SLOTS)
 
 
-def test_what_an_opened_store_has_given_up_is_no_finding(tmp_path: Path) -> None:
-    """It has been started without the device, and has dropped what it lost."""
+def test_what_an_opened_store_goes_on_without_is_no_finding(tmp_path: Path) -> None:
+    """It has been started without the device: what lies there is kept, by a repair as well."""
     store = make(tmp_path)
     gone = on_device(store, 1)
     with unmounted(store, 1):
@@ -65,6 +65,9 @@ def test_what_an_opened_store_has_given_up_is_no_finding(tmp_path: Path) -> None
         report = check(one)
         assert report.clean, report.problems
         assert report.devices == [str(path) for path in store.devices]
-        assert (report.stored, report.out_of_reach) == (len(SLOTS) - len(gone), 0)
-        flip(store.state / "journal", 40)
-        assert mended(one, journal=1) == set(SLOTS) - gone
+        assert (report.stored, report.out_of_reach) == (len(SLOTS), len(gone))
+        lost = min(set(SLOTS) - gone)
+        device, at = store.at(lost, GEOMETRY.header_bytes)
+        flip(store.data(device, 0), at)
+        assert mended(one, page=1) == set(SLOTS) - gone - {lost}
+    assert store.served() == set(SLOTS) - {lost}

@@ -223,7 +223,7 @@ def test_a_step_never_waits_for_it(
     for _ in range(100):
         rebalancer.step()
         assert rebalancer.under_way
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < PATIENCE_S, "as long as a wait would take"
     # Meanwhile it evicts, as any cache that is full.
     assert len(index.allocate(1)) == 1
     slow.set()

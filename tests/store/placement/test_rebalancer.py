@@ -18,7 +18,7 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.store.device_weights import DeviceWeights
 from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES, SlotGeometry
-from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState, Usage
+from vllm_ssdkv.store.index.slot_index import FULL, SlotIndex, SlotState, Usage
 from vllm_ssdkv.store.placement import rebalancer
 from vllm_ssdkv.store.placement import segments as dividing
 from vllm_ssdkv.store.placement.placement import Placement
@@ -116,6 +116,7 @@ class Store:
         for slot, key in self.writing:
             if self.index.state(slot) is SlotState.WRITING:
                 self.index.publish(slot, key)
+                self.index.durable(slot)
             self.index.unpin(array([slot]))
         self.writing = []
 
@@ -141,10 +142,16 @@ class Store:
         return int(done.sum())
 
     def lose(self, device: int) -> None:
-        numbers = np.arange(self.index.num_slots, dtype=np.int64)
-        self.index.quarantine(self.placement.touches(device, numbers))
         self.weights[device] = 0.0
         self.rebalancer.reweigh(self.weights)
+        masked = self.index.gauges()["masked"]
+        self.rebalancer.mask_lost()
+        assert self.index.gauges()["masked"] >= masked
+
+    def come_back(self, device: int) -> None:
+        self.weights[device] = 1.0
+        self.rebalancer.reweigh(self.weights)
+        self.rebalancer.take_returned()
 
     def ready(self) -> dict[int, bytes]:
         names = (key_of(n) for n in range(self.names))
@@ -167,7 +174,8 @@ class Store:
         gauges = self.index.gauges()
         pinned = gauges["pinned"]
         assert (
-            gauges["free"] + gauges["evictable"] + gauges["lost"] + pinned == self.index.num_slots
+            gauges["free"] + gauges["evictable"] + gauges["masked"] + gauges["lost"] + pinned
+            == self.index.num_slots
         )
 
 
@@ -186,6 +194,7 @@ actions = st.lists(
         st.tuples(st.just("save"), st.just(0)),
         st.tuples(st.just("weigh"), st.integers(0, 6)),
         st.tuples(st.just("lose"), st.integers(0, DEVICES - 1)),
+        st.tuples(st.just("come back"), st.integers(0, DEVICES - 1)),
     ),
     max_size=25,
 )
@@ -217,7 +226,10 @@ def test_what_is_found_is_where_it_was_written(
             for device in gone:
                 store.weights[device] = 0.0
             store.rebalancer.reweigh(store.weights)
-        elif number not in gone:
+        elif what == "come back" and number in gone:
+            gone.remove(number)
+            store.come_back(number)
+        elif what == "lose" and number not in gone:
             gone.add(number)
             store.lose(number)
         store.check()
@@ -374,6 +386,34 @@ def test_devices_that_come_back_bring_their_slots(at_once: bool, stored: int) ->
     assert gauges["free"] >= slots - stored - 1
     assert not weights.may_return
     assert len(set(store.index.free_slots().tolist())) == gauges["free"]
+
+
+def test_what_a_device_has_is_there_again_with_it() -> None:
+    """Of what was masked is given up only what new blocks need the place of."""
+    store = Store()
+    store.store(store.placement.slots)
+    before = store.ready()
+    store.lose(1)
+    store.lose(2)
+    assert store.ready() == {}  # every slot has a piece on one of them
+    for _ in range(5):
+        store.rebalancer.step()
+    assert store.index.gauges()["masked"] == len(before)
+    store.store(1)
+    assert store.index.claim([key_of(10**6)]).tolist() == [FULL]
+    store.rebalancer.step(patient=False)
+    store.rebalancer.step()
+    given = int(store.counters.total("slots_dropped", cause="restriped"))
+    assert 0 < given < len(before)
+    store.store(1)
+    store.come_back(1)
+    store.come_back(2)
+    now = store.ready()
+    assert len(now) == len(before) - given + 1
+    assert {slot: key for slot, key in now.items() if before.get(slot) == key} == {
+        slot: key for slot, key in before.items() if key in now.values()
+    }
+    store.check()
 
 
 def test_what_running_requests_were_promised_is_left_to_them() -> None:

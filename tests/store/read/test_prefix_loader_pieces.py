@@ -21,6 +21,7 @@ from tests.store.unhurried import PATIENCE_S
 from vllm_ssdkv import _io
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.io import slot_request
+from vllm_ssdkv.store.read import prefix_loader
 from vllm_ssdkv.store.read.prefix_loader import READ_AHEAD
 
 
@@ -48,6 +49,23 @@ def test_the_next_pieces_are_being_read_while_one_is_copied(
     assert seen[0] >= whole * 16 // 30
     assert seen[-1] == whole
     rig.assert_no_leak()
+
+
+def test_two_pieces_are_being_read_however_large_a_slot_is(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot of more than all that is to be read ahead: the next one is read beside its copy."""
+    monkeypatch.setattr(prefix_loader, "GROUP_BYTES", 1)
+    rig = make_store(PAGED, frames=READ_AHEAD * 4)
+    names = {slot: 100 + slot for slot in range(6)}
+    rig.write(names)
+    before = submitted(rig)
+    seen: list[int] = []
+    rig.before_copy = lambda: seen.append(submitted(rig) - before)
+    ok(rig.load(names, range(1, 7)), dram=0, ssd=6)
+    whole = submitted(rig) - before
+    assert whole % 6 == 0
+    assert seen[0] == 2 * whole // 6
 
 
 def test_what_has_arrived_is_copied_while_the_rest_of_its_piece_is_read(

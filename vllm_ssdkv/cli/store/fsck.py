@@ -31,7 +31,7 @@ def as_json(report: Report, *, repair: bool) -> str:
     return json.dumps(content, indent=2)
 
 
-def render(report: Report, console: Console, *, repair: bool) -> None:
+def render(report: Report, console: Console, *, repair: bool, from_headers: bool = False) -> None:
     """Print what was found, for people."""
     console.print(
         f"store {report.store} in {report.state_dir}: {len(report.devices)} device(s), "
@@ -40,6 +40,13 @@ def render(report: Report, console: Console, *, repair: bool) -> None:
     )
     read = approximate_size(report.checked_bytes)
     console.print(f"{report.checked_slots} slots read and verified, {read}", highlight=False)
+    if report.clean and report.out_of_reach:
+        console.print(
+            f"nothing wrong in what can be read; {report.out_of_reach} block(s) lie on absent "
+            "devices, and are found again when these are back",
+            style="yellow",
+        )
+        return
     if report.clean:
         console.print("clean", style="green")
         return
@@ -68,12 +75,18 @@ def render(report: Report, console: Console, *, repair: bool) -> None:
         console.print("--repair is refused while a device is absent: it would drop what lies there")
     else:
         named = [*report.devices, "--state-dir", report.state_dir]
-        command = f"to repair: ssdkv fsck --repair {shlex.join(named)}"
+        options = "--repair --from-headers" if from_headers else "--repair"
+        command = f"to repair: ssdkv fsck {options} {shlex.join(named)}"
         console.print(command, markup=False, highlight=False, soft_wrap=True)
 
 
 def check(
-    directories: list[Path], state_dir: Path | None, console: Console, *, repair: bool
+    directories: list[Path],
+    state_dir: Path | None,
+    console: Console,
+    *,
+    repair: bool,
+    from_headers: bool = False,
 ) -> Report:
     """Check, and on request repair, with a progress bar on the console."""
     columns = (
@@ -88,7 +101,9 @@ def check(
         def progress(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        with examined(directories, state_dir, write=repair, progress=progress) as found:
+        with examined(
+            directories, state_dir, write=repair, from_headers=from_headers, progress=progress
+        ) as found:
             if repair:
                 repair_store(found)
             return found.report
@@ -100,24 +115,35 @@ def fsck(
     repair: Annotated[
         bool, typer.Option("--repair", help="Drop what is wrong; good data is never touched.")
     ] = False,
+    from_headers: Annotated[
+        bool,
+        typer.Option(
+            "--from-headers",
+            help="Look for blocks that the journal does not name by the headers of all slots. "
+            "With --repair they are found again, and the old journal is kept as journal.rejected.",
+        ),
+    ] = False,
     json_wanted: arguments.Json = False,
 ) -> None:
     """Check a store that no engine uses: its files, and every page of every stored block.
 
-    A device that is absent is a problem; what lies on the others is checked. Repair needs them all.
+    A device that is absent is a problem, and repair needs it, unless an engine has used the store
+    without it since. What lies on the others is checked.
 
     Exits with 0 when all is well, 1 when there are problems (also when they were repaired), 2 when
     the store cannot be checked.
     """
     messages = Console(stderr=True)
     try:
-        report = check(directories or [], state_dir, messages, repair=repair)
+        report = check(
+            directories or [], state_dir, messages, repair=repair, from_headers=from_headers
+        )
     except (SSDKVError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(CANNOT_CHECK) from None
     if json_wanted:
         typer.echo(as_json(report, repair=repair))
     else:
-        render(report, Console(), repair=repair)
+        render(report, Console(), repair=repair, from_headers=from_headers)
     if not report.clean:
         raise typer.Exit(PROBLEMS)

@@ -10,6 +10,7 @@ import copy
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -42,6 +43,21 @@ _OF_MEDIA: Final = (
 )
 """Fields of vLLM's multimodal configuration on which the KV of an image depends."""
 
+_ENVIRONMENT: Final = (
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
+)
+"""Variables of vLLM's that quantise activations, or order a block's bytes in another way. Nothing
+in the modules shows them. Those that choose between kernels of one precision change rounding."""
+
 _WITHOUT_EFFECT: Final = frozenset(
     {
         "_name_or_path",
@@ -60,8 +76,14 @@ _WITHOUT_EFFECT: Final = frozenset(
 """Entries of ``config.json``, at any depth, that change no KV, or that the weights show."""
 
 
-def kv_settings(vllm_config: VllmConfig, cache_layout: str) -> Fingerprint:
-    """Settings of an engine that change KV. ``cache_layout``: vLLM's, of a block."""
+def kv_settings(vllm_config: VllmConfig, cache_layout: str, *, chooses: bool) -> Fingerprint:
+    """Settings of an engine that change KV.
+
+    Args:
+        vllm_config: vLLM's.
+        cache_layout: vLLM's, of a block.
+        chooses: Its requests may decode tokens from a part of their context.
+    """
     model = vllm_config.model_config
     device = str(vllm_config.device_config.device_type)
     if device == "cpu":
@@ -72,20 +94,45 @@ def kv_settings(vllm_config: VllmConfig, cache_layout: str) -> Fingerprint:
         "cache_layout": cache_layout,
         "quantization": str(model.quantization),
         "config": _digest(json.dumps(_entries(model), sort_keys=True)),
-        "hf_overrides": _text(model.hf_overrides),
+        "hf_overrides": _overrides(model),
     }
+    given = {name: os.environ[name] for name in _ENVIRONMENT if os.environ.get(name)}
+    if given:
+        fields["environment"] = _text(given)
+    if vllm_config.additional_config:  # of platforms that are plugins
+        fields["additional_config"] = _text(vllm_config.additional_config)
+    if chooses:
+        # Earlier stores have decoded blocks under the keys of prompts.
+        fields["decoded"] = "by choice"
     media = model.multimodal_config
     if media is not None:
         fields["media"] = _text({name: getattr(media, name, None) for name in _OF_MEDIA})
-        fields["processor"] = _digest(*_contents(model, _PROCESSORS))
+        # vLLM reads processors from beside the weights, wherever the configuration is.
+        fields["processor"] = _digest(*_contents(model.model, model.revision, _PROCESSORS))
     return Fingerprint(fields)
 
 
 def _entries(model: ModelConfig) -> object:
-    """The model's configuration file, else what vLLM made of it (GGUF), as far as it counts."""
-    for content in _contents(model, _CONFIGS):
-        return entries_that_count(json.loads(content), type(model.hf_config))
-    return _settled(model.hf_config.to_dict())
+    """The model's configuration files, else what vLLM made of them (GGUF), as far as they count.
+
+    Of two vLLM reads one, which depends on ``--config-format`` and on the names of other files.
+    """
+    place, revision = model.hf_config_path or model.model, model.revision
+    if model.hf_config_path:
+        revision = model._hf_config_revision or revision
+    found = _contents(place, revision, _CONFIGS)
+    if not found:
+        return _settled(model.hf_config.to_dict())
+    first, *others = (entries_that_count(json.loads(c), type(model.hf_config)) for c in found)
+    return [first, *others] if others else first
+
+
+def _overrides(model: ModelConfig) -> str:
+    """``--hf-overrides`` as text; of a function that makes them, the configuration that it made."""
+    if callable(model.hf_overrides):
+        made = json.dumps(_settled(model.hf_config.to_dict()), sort_keys=True, default=str)
+        return f"function {_digest(made)}"
+    return _text(model.hf_overrides)
 
 
 def entries_that_count(entries: dict[str, Any], kind: type[PreTrainedConfig]) -> dict[str, Any]:
@@ -135,11 +182,11 @@ def _parsed(entries: dict[str, Any], kind: type[PreTrainedConfig]) -> PreTrained
         log.setLevel(level)
 
 
-def _contents(model: ModelConfig, names: Iterable[str]) -> list[bytes]:
-    """The model's files of these names, as far as there are any, in this order."""
+def _contents(place: str, revision: str | None, names: Iterable[str]) -> list[bytes]:
+    """The files of these names of a model, as far as there are any, in this order."""
     found = []
     for name in names:
-        path = try_get_local_file(model.hf_config_path or model.model, name, model.revision)
+        path = try_get_local_file(place, name, revision)
         if isinstance(path, Path) and path.is_file():
             found.append(path.read_bytes())
     return found
@@ -153,8 +200,6 @@ def _settled(value: Any) -> Any:  # noqa: ANN401 - a JSON value
 
 
 def _text(value: object) -> str:
-    if callable(value):
-        return str(getattr(value, "__qualname__", type(value).__qualname__))
     return json.dumps(value, sort_keys=True, default=str)
 
 

@@ -3,6 +3,9 @@
 A key binds three things: the tokens, which vLLM's block hash stands for; the *namespace*, a digest
 of the weights in memory and of the settings that change KV; and the adapter's weights, as they were
 loaded. So KV is found only by an engine that computes with the same.
+
+Blocks with a token that was decoded from a chosen part of its context, and all blocks behind one,
+bind the options of that choice, too: only requests that choose alike find them.
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm_ssdkv.connector.scheduler.media_contents import MediaContents
 from vllm_ssdkv.store.integrity.store_key import block_name
 
 if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
 
 KEY_BYTES = 32
@@ -28,16 +33,21 @@ AdapterDigest = Callable[[int], bytes]
 """Digest of an adapter's weights on all ranks, by vLLM's number; empty: it is not known."""
 
 
-class _WithoutAdapter:
-    """A request as if it had no adapter, for vLLM's own hashing of its blocks.
+class _ByContent:
+    """A request without the names of its adapter and media, for vLLM's own hashing of its blocks.
 
-    vLLM's hashes have the adapter's name and path in them. The same adapter may have others.
+    vLLM's hashes have the adapter's name and path in them, and what the client calls its images.
+    The same adapter or image may have others, and other ones the same. The adapter's weights come
+    in by the key. Of embeddings in place of tokens vLLM hashes the bytes, and not which positions
+    have them, nor their type.
     """
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
+    def __init__(self, request: Request, media: MediaContents) -> None:
+        self._request, self._media = request, media
         self._last = b""
         self.lora_request = None
+        self.cache_salt = _salt_of(request)
+        self.mm_features: list[MultiModalFeatureSpec] = []
         self.block_hashes: list[bytes] = []
 
     def __getattr__(self, name: str) -> object:
@@ -49,7 +59,9 @@ class _WithoutAdapter:
         known = len(self.block_hashes)
         # A session takes back tokens. A hash stands for all tokens up to its block.
         if known and (known > len(own) or own[known - 1] != self._last):
-            self.block_hashes = []
+            self.block_hashes, self.mm_features = [], []
+        if len(self.mm_features) != len(self._request.mm_features):  # a session may get more
+            self.mm_features = self._media.by_content(self._request)
         if own and len(self.block_hashes) < len(own):
             self.block_hashes += self._request._block_hasher(self)
             del self.block_hashes[len(own) :]
@@ -77,6 +89,7 @@ class BlockKeys:
         *,
         apart: bool = False,
         adapter: AdapterDigest = lambda number: b"",
+        media: MediaContents | None = None,
     ) -> None:
         """
         Args:
@@ -84,6 +97,7 @@ class BlockKeys:
             name_key: :meth:`StorePlace.name_key`; empty: keys are not hidden.
             apart: See :meth:`private`.
             adapter: Digests of adapters as the workers have told them.
+            media: Contents of media; None: no request has any.
         """
         self._namespace = namespace
         self._name_key = name_key
@@ -94,15 +108,18 @@ class BlockKeys:
         self.hidden = False
         """True between a reset of the cache and the next digest of the weights."""
         self._identities: dict[str, bytes] = {}
+        self._chosen: dict[str, tuple[int, bytes]] = {}
+        """First block of a request that binds a choice, and the digest of that choice."""
         self._own: dict[str, bytes] = {}
         self._mixed: set[str] = set()
         self._apart: set[str] = set()
-        self._without_adapter: dict[str, _WithoutAdapter] = {}
+        self._media = media or MediaContents(1, seen=False)
+        self._views: dict[str, _ByContent] = {}
 
     def __bool__(self) -> bool:
         """Check whether anything is remembered of any request."""
-        remembered = self._identities, self._own, self._mixed, self._apart, self._without_adapter
-        return any(map(bool, remembered))
+        remembered = self._own, self._mixed, self._apart, self._chosen
+        return any(map(bool, (self._identities, self._views, *remembered)))
 
     def identity(self, request: Request) -> bytes:
         """32 bytes of namespace and adapter; empty where the adapter is not known.
@@ -127,16 +144,45 @@ class BlockKeys:
         None where its adapter is not known.
         """
         identity = self.identity(request)
-        return self._named(self._hashes(request)[start:stop], identity) if identity else []
+        if not identity:
+            return []
+        hashes = self._hashes(request)[start:stop]
+        if request.request_id not in self._chosen:
+            return self._named(hashes, identity)
+        first, choice = self._chosen[request.request_id]
+        plain = max(0, first - start)
+        chosen = self._named(hashes[plain:], _bound_to(identity, choice))
+        return self._named(hashes[:plain], identity) + chosen
+
+    def arrived(self, request: Request) -> None:
+        """A request may run from now on."""
+        self._media.note(request)
+
+    def known_blocks(self, request: Request) -> int | None:
+        """As :meth:`MediaContents.known_blocks`: those that others may find."""
+        return self._media.known_blocks(request) if request.mm_features else None
+
+    def bind_choice(self, request: Request, block: int, choice: bytes) -> None:
+        """Blocks of a request from ``block`` on hold, or follow, KV of tokens that were decoded by
+        a ``choice`` (:attr:`SSDKVConfig.choice`). The first call counts, until :meth:`forget`."""
+        self._chosen.setdefault(request.request_id, (block, choice))
+
+    def chosen(self, request: Request, block: int, choice: bytes) -> list[bytes]:
+        """Key of a request's block as one who chose in it or before it has stored it, if its
+        tokens and its adapter are known."""
+        identity = self.identity(request)
+        hashes = self._hashes(request)[block : block + 1] if identity else []
+        return self._named(hashes, _bound_to(identity, choice))
 
     def _hashes(self, request: Request) -> Sequence[bytes]:
-        """Hashes of the request's tokens and media, whatever its adapter is called."""
-        if request.lora_request is None:
+        """Hashes of the request's tokens and media, whatever they and its adapter are called."""
+        named = request.lora_request is not None or request.mm_features
+        if not named and request.prompt_embeds is None:
             hashes: Sequence[bytes] = request.block_hashes
             return hashes
-        view = self._without_adapter.get(request.request_id)
+        view = self._views.get(request.request_id)
         if view is None:
-            view = self._without_adapter[request.request_id] = _WithoutAdapter(request)
+            view = self._views[request.request_id] = _ByContent(request, self._media)
         return view.hashes()
 
     def _named(self, hashes: Sequence[bytes], identity: bytes) -> list[bytes]:
@@ -147,11 +193,14 @@ class BlockKeys:
         return [block_name(self._name_key, key) for key in keys] if self._name_key else keys
 
     def to_store(self, request: Request, stop: int, start: int) -> list[bytes]:
-        """Keys, as :meth:`of`, of blocks that the request has computed."""
-        if not self.private(request):
+        """Keys, as :meth:`of`, of blocks that the request has computed; of those that are for
+        itself (:meth:`private`, :meth:`known_blocks`) such as nobody looks for."""
+        known = 0 if self.private(request) else self.known_blocks(request)
+        if known is None or known >= stop:
             return self.of(request, stop, start)
         own = self._own.setdefault(request.request_id, os.urandom(KEY_BYTES))
-        return self._named(request.block_hashes[start:stop], own)
+        shared = self.of(request, known, start) if start < known else []
+        return shared + self._named(request.block_hashes[max(start, known) : stop], own)
 
     def private(self, request: Request) -> bool:
         """Check whether what the request computes is for itself.
@@ -203,7 +252,24 @@ class BlockKeys:
     def forget(self, request_id: str) -> None:
         """The request has ended, or starts again from its beginning."""
         self._identities.pop(request_id, None)
+        self._chosen.pop(request_id, None)
         self._own.pop(request_id, None)
-        self._without_adapter.pop(request_id, None)
+        self._views.pop(request_id, None)
         self._mixed.discard(request_id)
         self._apart.discard(request_id)
+
+
+def _bound_to(identity: bytes, choice: bytes) -> bytes:
+    """The identity of blocks that were decoded by a choice."""
+    return hashlib.blake2b(identity + choice, digest_size=KEY_BYTES, person=b"choice").digest()
+
+
+def _salt_of(request: Request) -> str | None:
+    """The request's salt, with all that vLLM's hashes do not say of its embeddings."""
+    embeddings = request.prompt_embeds
+    if embeddings is None:
+        salt: str | None = request.cache_salt
+        return salt
+    mask = request.prompt_is_token_ids
+    where = "" if mask is None else hashlib.blake2b(bytes(mask), digest_size=16).hexdigest()
+    return f"{request.cache_salt!r} {embeddings.dtype} {where}"

@@ -59,7 +59,7 @@ class PageAdmission:
         needed = self.blocks_needed(request)
         if self._index.available() >= needed:
             return None
-        self._rebalancer.step(patient=soon)
+        self._rebalancer.step(patient=soon, wanted=needed)
         if self._rebalancer.grow_for(needed):
             if not soon:
                 self._check_progress()

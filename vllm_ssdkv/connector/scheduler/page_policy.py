@@ -111,7 +111,11 @@ class PagePolicy:
             state.as_x = True
             self._keys.keep_apart(state.request_id)
         asked, window = self._parts.asked.of(state.request_id), self._parts.config.window_tokens
-        plan.rows.append(state.row(computed, count, self._block, window, asked))
+        row = state.row(computed, count, self._block, window, asked)
+        plan.rows.append(row)
+        choice = self._parts.asked.choice(state.request_id)
+        if choice is not None and row.may_choose and computed + count >= choice.exact_below:
+            self._keys.bind_choice(state.request, computed // self._block, choice.digest)
         speculation = self._parts.engine.speculation
         end = computed + count
         if speculation.drafts:

@@ -57,12 +57,29 @@ class PrefixLookup:
             beginning = self._identities.keys.of(request, min(first + 1, last), first)
             if len(self._index.lookup(beginning)):
                 return Wait(WaitReason.SEATS)
-        keys = self._identities.keys.of(request, last)
+        keys = self._keys(request, last)
         if first < len(keys) and self._index.awaits(
             request.request_id, keys[first:], lambda: self._seconds(request, computed), keys[0]
         ):
             return Wait(WaitReason.ELSEWHERE)
         return self._match(request, computed, keys)
+
+    def _keys(self, request: Request, last: int) -> list[bytes]:
+        """Keys of a request's blocks before ``last``.
+
+        Behind what any request may find there may be blocks that one has decoded which chose as
+        this one does.
+        """
+        keys = self._identities.keys
+        plain, choice = keys.of(request, last), self._parts.asked.choice(request.request_id)
+        if choice is None:
+            return plain
+        found = len(self._index.lookup(plain))
+        decoded = keys.chosen(request, found, choice.digest) if found < len(plain) else []
+        if not len(self._index.lookup(decoded)):
+            return plain
+        keys.bind_choice(request, found, choice.digest)
+        return keys.of(request, last)
 
     def _seconds(self, request: Request, computed: int) -> float | None:
         """Time to compute what HBM does not have of a request; None: nobody knows yet."""

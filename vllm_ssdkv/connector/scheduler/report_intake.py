@@ -48,8 +48,7 @@ class ReportIntake:
     def _of_devices(self, rank: int, report: RankReport) -> None:
         weights = self._parts.weights
         for device in report.lost_devices:
-            dropped = weights.mark_lost(device, rank)
-            self._counters.add("slots_dropped", dropped, cause="device_lost")
+            weights.mark_lost(device, rank)
         for device in report.returned_devices:
             weights.mark_returned(device, rank)
         weights.update(rank, report.speeds)

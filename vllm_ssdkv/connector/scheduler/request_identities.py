@@ -12,10 +12,13 @@ from vllm_ssdkv.connector.messages import Adapter, RankReport
 from vllm_ssdkv.connector.scheduler.block_keys import BlockKeys
 from vllm_ssdkv.connector.scheduler.cache_resets import CacheResets
 from vllm_ssdkv.connector.scheduler.identities import TELLING_STEPS, HbmIdentities, RankIdentities
+from vllm_ssdkv.connector.scheduler.media_contents import MediaContents
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+    from vllm_ssdkv.connector.scheduler.scheduler_parts import EngineFacts
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +33,18 @@ class RequestIdentities:
         resets: Resets of the cache.
     """
 
-    def __init__(self, ranks: RankIdentities, name_key: bytes, counters: Counters, *, drafts: bool):
-        """``name_key``: :meth:`StorePlace.name_key`. ``drafts``: :attr:`Speculation.drafts`."""
+    def __init__(
+        self, ranks: RankIdentities, engine: EngineFacts, name_key: bytes, counters: Counters
+    ):
+        """``name_key``: :meth:`StorePlace.name_key`."""
         self.ranks = ranks
-        self.keys = BlockKeys(ranks.namespace, name_key, apart=drafts, adapter=ranks.adapter_digest)
+        self.keys = BlockKeys(
+            ranks.namespace,
+            name_key,
+            apart=engine.speculation.drafts,
+            adapter=ranks.adapter_digest,
+            media=MediaContents(engine.block_tokens, seen=engine.sees_media),
+        )
         self.hbm = HbmIdentities(ranks.namespace)
         self.resets = CacheResets(len(ranks.weights))
         self._counters = counters
@@ -84,7 +95,16 @@ class RequestIdentities:
         """A request has HBM blocks, of which it computes those from ``first`` on. vLLM takes them
         for cached from now on: others find them in this very step."""
         self._waits_since.pop(request.request_id, None)
-        self.hbm.holds(request.block_hashes[first:], self.to_store(request), block_ids)
+        self.computes(request, first, None, block_ids)
+
+    def computes(
+        self, request: Request, first: int, stop: int | None, block_ids: Sequence[Sequence[int]]
+    ) -> None:
+        """A request computes its blocks ``first`` to ``stop``, which HBM keeps for others."""
+        hashes, known = request.block_hashes[first:stop], self.keys.known_blocks(request)
+        border = len(hashes) if known is None else max(0, known - first)
+        self.hbm.holds(hashes[:border], self.to_store(request), block_ids)
+        self.hbm.holds(hashes[border:], b"", block_ids)
 
     def look_for_reset(self) -> bool:
         """Check whether HBM's cache was reset since the last look: the store is hidden then."""

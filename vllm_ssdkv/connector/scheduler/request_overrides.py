@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm_ssdkv.base.errors import ConfigError
@@ -26,13 +27,34 @@ EXACT: Final = RequestOptions(selector="exact")
 _MAX_CHARS: Final = 500
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Choice of a request that does not attend to everything while it is decoded.
+
+    Attributes:
+        digest: :attr:`SSDKVConfig.choice`.
+        exact_below: Requests of fewer tokens attend to everything.
+    """
+
+    digest: bytes
+    exact_below: int
+
+    @classmethod
+    def of(cls, config: SSDKVConfig) -> Choice | None:
+        """The choice by these options; None: they attend to everything."""
+        digest = config.choice
+        return cls(digest, config.exact_below) if digest else None
+
+
 class RequestOverrides:
     """By request. Used by the scheduler's thread."""
 
     def __init__(self, config: SSDKVConfig, counters: Counters):
         self._config = config
         self._counters = counters
+        self._own = Choice.of(config)
         self._asked: dict[str, RequestOptions] = {}
+        self._choices: dict[str, Choice | None] = {}
         self._refused: dict[str, str] = {}
 
     def __len__(self) -> int:
@@ -56,20 +78,26 @@ class RequestOverrides:
             logger.warning(
                 "ssdkv: request %s gets exact attention; kv_transfer_params.ssdkv: %s", name, text
             )
+        self._choices[name] = Choice.of(self._asked[name].applied(self._config))
 
     def of(self, request_id: str) -> RequestOptions | None:
         """Options that a request asks for; None: nothing."""
         return self._asked.get(request_id)
 
+    def choice(self, request_id: str) -> Choice | None:
+        """Options by which a request chooses what it reads while it is decoded; None: it attends
+        to everything."""
+        return self._choices.get(request_id, self._own)
+
     def chooses(self, request_id: str, tokens: int) -> bool:
         """Check whether a request of so many tokens chooses what it reads while it is decoded."""
-        asked = self._asked.get(request_id)
-        config = self._config if asked is None else asked.applied(self._config)
-        return config.selector != "exact" and tokens >= config.exact_below
+        choice = self.choice(request_id)
+        return choice is not None and tokens >= choice.exact_below
 
     def ended(self, request_id: str) -> dict[str, Any] | None:
         """Forget the request; ``kv_transfer_params`` of its answer, if it asked for something."""
         asked = self._asked.pop(request_id, None)
+        self._choices.pop(request_id, None)
         refused = self._refused.pop(request_id, None)
         if asked is None:
             return None

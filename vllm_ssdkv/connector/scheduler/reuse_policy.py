@@ -86,8 +86,12 @@ class ReusePolicy:
         if first >= end:
             return
         identity = self._identities.to_store(request)
-        hashes = request.block_hashes[max(first, state.hit) : end]
-        self._identities.hbm.holds(hashes, identity, state.block_ids)
+        self._identities.computes(request, max(first, state.hit), end, state.block_ids)
+        known = self._identities.keys.known_blocks(request)
+        if known is not None and known <= first:
+            state.published = end
+            return
+        end = end if known is None else min(known, end)
         if not (identity and self._reuses) or self._suspension:
             return
         head = first // RUN_BLOCKS * RUN_BLOCKS

@@ -140,6 +140,11 @@ class SSDKVScheduler:
 
     # ---- admission ----
 
+    def arrived(self, request: Request) -> None:
+        """A new request: what it asks for, and its media."""
+        self.asked.arrived(request)
+        self.keys.arrived(request)
+
     def matched_tokens(self, request: Request, computed: int) -> Match:
         """Part that the store holds of a request beyond ``computed`` tokens.
 
@@ -392,7 +397,7 @@ def _make_parts(
     counters, speculation = store.counters, engine.speculation
     requests: dict[str, RequestState] = {}
     asked, draft = RequestOverrides(config, counters), StepDraft()
-    identities = RequestIdentities(ranks, store.name_key, counters, drafts=speculation.drafts)
+    identities = RequestIdentities(ranks, engine, store.name_key, counters)
     identities.keys.suspended = bool(store.suspension)
     slots = SlotLedger(store.index, engine.ranks, draft, counters)
     retries = LoadRetries(engine.block_tokens, speculation.step_blocks)

@@ -37,6 +37,7 @@ class EngineFacts:
         speculation: Its drafts.
         reuses: Whether requests may begin with stored blocks; there are models that need all
             tokens of a request in one step.
+        sees_media: Whether the scheduler's process has the tensors of images and the like.
         x_share: Share of the running contexts that is stored as X, at most, or how it is found.
         x_shape: Shape of the layers, where it may be.
     """
@@ -46,6 +47,7 @@ class EngineFacts:
     ranks: int
     speculation: Speculation = NO_SPECULATION
     reuses: bool = True
+    sees_media: bool = True
     x_share: float | Literal["auto"] = 0.0
     x_shape: XShape | None = None
 

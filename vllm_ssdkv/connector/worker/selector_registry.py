@@ -193,7 +193,7 @@ class SelectorRegistry:
         is a single token that was sampled. Rows that ask for the same have the same selector."""
         found: dict[int, Selector] = {}
         for i, row in enumerate(rows):
-            if row.of_prompt or row.tokens != 1 or not len(contexts[i]):
+            if not row.may_choose or not len(contexts[i]):
                 continue
             choice = self._of(row.asked)
             if choice is not None and row.first_position + 1 >= choice.exact_below:

@@ -148,8 +148,8 @@ nb::tuple allocate(SlotTable& self, size_t n) {
 nb::tuple durable(SlotTable& self, const Slots& slots) {
   Stored stored = self.durable(slots.data(), slots.shape(0));
   nb::list keys = to_list(stored.keys);
-  return nb::make_tuple(to_numpy(std::move(stored.slots)), to_numpy(std::move(stored.epochs)),
-                        keys);
+  return nb::make_tuple(to_numpy(std::move(stored.slots)), to_numpy(std::move(stored.epochs)), keys,
+                        to_numpy(std::move(stored.older)));
 }
 
 nb::tuple replace(SlotTable& self, const Slots& from, const Slots& to) {
@@ -214,7 +214,7 @@ void bind_table(nb::module_& m) {
           "usage",
           [](const SlotTable& self, int64_t first, size_t n) {
             const ssdkv::Usage found = self.usage(first, n);
-            return nb::make_tuple(found.ready, found.pinned, found.obtainable);
+            return nb::make_tuple(found.ready, found.masked, found.pinned, found.obtainable);
           },
           "first"_a, "n"_a)
       .def("order", [](const SlotTable& self) { return to_numpy(self.order()); })
@@ -266,6 +266,18 @@ void bind_table(nb::module_& m) {
           },
           "slots"_a)
       .def(
+          "mask",
+          [](SlotTable& self, const Slots& slots) {
+            return self.mask(slots.data(), slots.shape(0));
+          },
+          "slots"_a)
+      .def(
+          "unmask",
+          [](SlotTable& self, const Slots& slots) {
+            return self.unmask(slots.data(), slots.shape(0));
+          },
+          "slots"_a)
+      .def(
           "restore",
           [](SlotTable& self, const Slots& slots) { self.restore(slots.data(), slots.shape(0)); },
           "slots"_a)
@@ -291,6 +303,7 @@ void bind_table(nb::module_& m) {
       .def_prop_ro("writing", &SlotTable::writing)
       .def_prop_ro("pinned", &SlotTable::pinned)
       .def_prop_ro("lost", &SlotTable::lost)
+      .def_prop_ro("masked", &SlotTable::masked)
       .def_prop_ro("nbytes", &SlotTable::nbytes)
       .def("counts", &counts);
 }

@@ -17,7 +17,7 @@ uint64_t checked(uint64_t num_slots) {
 }
 
 const char* name_of(State state) {
-  static constexpr const char* kNames[] = {"FREE", "WRITING", "READY", "PRIVATE", "LOST"};
+  static constexpr const char* kNames[] = {"FREE", "WRITING", "READY", "PRIVATE", "LOST", "MASKED"};
   return kNames[static_cast<size_t>(state)];
 }
 
@@ -27,11 +27,12 @@ SlotTable::SlotTable(uint64_t num_slots)
     : num_slots_(checked(num_slots)),
       free_list_(static_cast<uint32_t>(num_slots)),
       later_list_(free_list_ + 1),
-      used_list_(free_list_ + 2),
-      slots_(num_slots + 3),
+      masked_list_(free_list_ + 2),
+      used_list_(free_list_ + 3),
+      slots_(num_slots + 4),
       map_(slots_[0].key.data(), sizeof(Slot), num_slots),
       cursor_(used_list_) {
-  for (const uint32_t head : {free_list_, later_list_, used_list_}) {
+  for (const uint32_t head : {free_list_, later_list_, masked_list_, used_list_}) {
     slots_[head].next = slots_[head].previous = head;
   }
   for (size_t i = 0; i < num_slots_; ++i) link(slots_[i], free_list_);
@@ -55,7 +56,7 @@ size_t SlotTable::recover(Replay& replay) {
     map_.insert(number);
     make_evictable(slot);
   }
-  journalled_ = counts_.recovered = replay.live().size();
+  ready_ = journalled_ = counts_.recovered = replay.live().size();
   return journalled_;
 }
 
@@ -79,7 +80,7 @@ std::vector<int64_t> SlotTable::lookup(const std::vector<const Key*>& keys) cons
   std::vector<int64_t> found;
   found.reserve(keys.size());
   for (const Key* key : keys) {
-    const auto slot = map_.find(*key);
+    const auto slot = find(*key);
     if (!slot) break;
     found.push_back(*slot);
   }
@@ -90,7 +91,7 @@ bool SlotTable::has_all(Key key, const std::vector<uint8_t>& tags) const {
   const std::byte own = key.back();
   for (const uint8_t tag : tags) {
     key.back() = own ^ std::byte{tag};
-    if (!map_.find(key)) return false;
+    if (!find(key)) return false;
   }
   return true;
 }
@@ -118,6 +119,7 @@ Usage SlotTable::usage(int64_t first, size_t n) const {
   for (size_t i = 0; i < n; ++i) {
     const Slot& slot = at(first + static_cast<int64_t>(i));
     found.ready += slot.state == State::kReady ? 1 : 0;
+    found.masked += slot.state == State::kMasked ? 1 : 0;
     found.pinned += slot.pins != 0 ? 1 : 0;
     found.obtainable += slot.state == State::kFree || is_evictable(slot) ? 1 : 0;
   }
@@ -171,8 +173,22 @@ void SlotTable::unlink_free(Slot& slot) {
   --(slot.deferred ? deferred_ : free_);
 }
 
+void SlotTable::make_masked(Slot& slot) {
+  slot.state = State::kMasked;
+  link(slot, masked_list_);
+  ++masked_;
+}
+
+void SlotTable::unlink_masked(Slot& slot) {
+  slot.state = State::kPrivate;
+  unlink(slot);
+  --masked_;
+}
+
 void SlotTable::release(Slot& slot) {
-  if (slot.quarantined) {
+  if (is_masked(slot)) {
+    make_masked(slot);
+  } else if (slot.quarantined) {
     slot.state = State::kLost;
     ++lost_;
   } else {
@@ -225,7 +241,7 @@ void SlotTable::pin(const int64_t* slots, size_t n) {
   check(slots, n);
   for (size_t i = 0; i < n; ++i) {
     const State state = at(slots[i]).state;
-    if (state == State::kFree || state == State::kLost) {
+    if (state == State::kFree || state == State::kLost || state == State::kMasked) {
       throw std::invalid_argument("pin of a slot that holds nothing");
     }
   }
@@ -270,14 +286,20 @@ bool SlotTable::publish(int64_t number, const Key& key) {
                                 name_of(slot.state));
   }
   --writing_;
-  if (map_.find(key)) {
+  const auto holder = map_.find(key);
+  if (holder && slots_[*holder].state == State::kReady) {
     slot.state = State::kPrivate;
     ++counts_.duplicates;
     return false;
   }
+  if (holder) {  // it is masked
+    map_.erase(*holder);
+    slot.older = *holder + 1;
+  }
   slot.state = State::kReady;
   slot.key = key;
   map_.insert(number_of(slot));
+  ++ready_;
   ++counts_.published;
   return true;
 }
@@ -300,6 +322,7 @@ Stored SlotTable::durable(const int64_t* slots, size_t n) {
     stored.slots.push_back(slots[i]);
     stored.epochs.push_back(static_cast<int64_t>(slot.epoch));
     stored.keys.push_back(slot.key);
+    if (slot.older != 0) stored.older.push_back(std::exchange(slot.older, 0) - 1);
   }
   return stored;
 }
@@ -324,6 +347,7 @@ Moved SlotTable::replace(const int64_t* from, const int64_t* to, size_t n) {
     before.state = State::kPrivate;
     after.state = State::kReady;
     after.key = before.key;
+    after.older = std::exchange(before.older, 0);
     map_.insert(number_of(after));
     --writing_;
     if (!before.journalled) continue;
@@ -341,11 +365,26 @@ Moved SlotTable::replace(const int64_t* from, const int64_t* to, size_t n) {
 void SlotTable::retire(const int64_t* slots, size_t n, Gone& gone) {
   const std::lock_guard<std::mutex> lock(mutex_);
   check(slots, n);
-  for (size_t i = 0; i < n; ++i) unjournal(at(slots[i]), gone);
+  for (size_t i = 0; i < n; ++i) {
+    Slot& slot = at(slots[i]);
+    unjournal(slot, gone);
+    if (slot.state != State::kMasked) continue;
+    unlink_masked(slot);
+    release(slot);
+  }
 }
 
+// The key of a ready or masked slot names it no more.
 void SlotTable::forget(Slot& slot, Gone& gone) {
-  map_.erase(number_of(slot));
+  const uint32_t number = number_of(slot);
+  const uint32_t holder = *map_.find(slot.key);
+  if (holder == number) {
+    map_.erase(number);
+    if (slot.older != 0) map_.insert(std::exchange(slot.older, 0) - 1);
+  } else {
+    slots_[holder].older = 0;
+  }
+  if (slot.state == State::kReady) --ready_;
   unjournal(slot, gone);
 }
 
@@ -378,6 +417,12 @@ size_t SlotTable::drop_locked(const int64_t* slots, size_t n, Gone& gone) {
     } else if (slot.state == State::kWriting) {
       slot.state = State::kPrivate;
       --writing_;
+    } else if (is_masked(slot)) {
+      forget(slot, gone);
+      if (slot.state == State::kMasked) {
+        unlink_masked(slot);
+        release(slot);
+      }
     } else {
       continue;
     }
@@ -399,6 +444,82 @@ size_t SlotTable::quarantine(const int64_t* slots, size_t n, Gone& gone) {
     release(slot);
   }
   return drop_locked(slots, n, gone);
+}
+
+std::pair<size_t, size_t> SlotTable::mask(const int64_t* slots, size_t n) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check(slots, n);
+  size_t kept = 0, dropped = 0, listed = 0;
+  Gone none;  // what is dropped is not journalled
+  for (size_t i = 0; i < n; ++i) {
+    Slot& slot = at(slots[i]);
+    if (std::exchange(slot.quarantined, true)) continue;
+    ++counts_.quarantined;
+    if (slot.state == State::kFree) {
+      unlink_free(slot);
+      release(slot);
+    } else if (slot.state == State::kReady && slot.journalled) {
+      listed += slot.pins == 0 ? 1 : 0;
+      slot.state = slot.pins == 0 ? State::kMasked : State::kPrivate;
+      --ready_;
+      ++kept;
+    } else {
+      dropped += drop_locked(&slots[i], 1, none);
+    }
+  }
+  for (uint32_t i = slots_[used_list_].next; listed != 0;) {  // in the order of eviction
+    Slot& slot = slots_[i];
+    i = slot.next;
+    if (slot.state != State::kMasked) continue;
+    unlink_evictable(slot);
+    make_masked(slot);
+    --listed;
+  }
+  return {kept, dropped};
+}
+
+// Have a masked slot found: it is linked nowhere.
+void SlotTable::show(Slot& slot) {
+  const uint32_t holder = *map_.find(slot.key);
+  if (holder != number_of(slot)) {
+    Gone none;  // the holder is not journalled, and so less than this one
+    const int64_t number = holder;
+    drop_locked(&number, 1, none);
+    ++counts_.duplicates;
+  }
+  slot.state = State::kReady;
+  ++ready_;
+}
+
+size_t SlotTable::unmask(const int64_t* slots, size_t n) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check(slots, n);
+  size_t shown = 0, listed = 0;
+  while (n-- > 0) {  // so that the first is handed out first
+    Slot& slot = at(slots[n]);
+    const bool held = is_masked(slot);
+    if (!std::exchange(slot.quarantined, false)) continue;
+    shown += held ? 1 : 0;
+    if (slot.state == State::kLost) {
+      --lost_;
+      make_free(slot);
+    } else if (slot.state == State::kMasked) {
+      ++listed;
+    } else if (held) {
+      show(slot);
+    }
+  }
+  for (uint32_t i = slots_[masked_list_].previous; listed != 0;) {
+    Slot& slot = slots_[i];
+    i = slot.previous;
+    if (slot.quarantined) continue;
+    unlink_masked(slot);
+    show(slot);
+    link(slot, slots_[used_list_].next);
+    ++evictable_;
+    --listed;
+  }
+  return shown;
 }
 
 void SlotTable::restore(const int64_t* slots, size_t n) {
@@ -434,7 +555,7 @@ void SlotTable::defer(const bool* mask) {
 void SlotTable::begin_walk() {
   const std::lock_guard<std::mutex> lock(mutex_);
   ++walk_;
-  cursor_ = slots_[used_list_].next;
+  cursor_ = slots_[masked_list_].next;
   walk_visits_ = num_slots_;
   walk_number_ = 0;
 }
@@ -449,6 +570,8 @@ bool SlotTable::walk_order(size_t& budget, uint64_t& sequence, std::vector<Recor
   for (; cursor_ != used_list_ && walk_visits_ != 0; --walk_visits_) {
     if (budget < kListCost) return true;
     budget -= kListCost;
+    if (cursor_ == masked_list_) cursor_ = slots_[used_list_].next;
+    if (cursor_ == used_list_) break;
     Slot& slot = slots_[cursor_];
     cursor_ = slot.next;
     take(slot, sequence, out);

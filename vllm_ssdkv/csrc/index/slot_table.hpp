@@ -15,10 +15,17 @@
 
 namespace ssdkv {
 
-// Slots are numbered in 32 bits, three numbers are heads of lists, and one means "none".
+// Slots are numbered in 32 bits, four numbers are heads of lists, and one means "none".
 constexpr uint64_t kMaxSlots = (uint64_t{1} << 31) - 2;
 
-enum class State : uint8_t { kFree = 0, kWriting = 1, kReady = 2, kPrivate = 3, kLost = 4 };
+enum class State : uint8_t {
+  kFree = 0,
+  kWriting = 1,
+  kReady = 2,
+  kPrivate = 3,
+  kLost = 4,
+  kMasked = 5
+};
 
 // Work of one walk() while everybody waits: a look at a slot in the list costs a cache miss, a
 // look at the next number next to nothing. Both come to some tenths of a millisecond.
@@ -36,6 +43,7 @@ struct Stored {
   std::vector<int64_t> slots;
   std::vector<int64_t> epochs;
   std::vector<Key> keys;
+  std::vector<int64_t> older;  // masked slots with one of these keys: retire() them next
 };
 
 // Slots that have moved: new ones that took the place of old ones, which the journal must be told
@@ -54,7 +62,7 @@ struct Counts {
 
 // Numbers of slots in a range.
 struct Usage {
-  size_t ready, pinned;
+  size_t ready, masked, pinned;
   size_t obtainable;  // free or evictable
 };
 
@@ -64,6 +72,11 @@ struct Usage {
 // mutex keeps each walk() apart from each call that changes something. Calls that only read need
 // none, because walk() writes nothing that they look at.
 //
+// A masked slot keeps its key, its journal record and its place in the map of keys, where find()
+// passes over it. A new slot that is published with its key takes that place, and names the masked
+// one in `older` until it is journalled itself: then the masked one goes. If the new one goes
+// first, the masked one has its place again. So at most one journalled slot has a key.
+//
 // Slot numbers outside the table throw std::out_of_range, other misuse std::invalid_argument.
 class SlotTable {
  public:
@@ -72,7 +85,10 @@ class SlotTable {
   // Take over what a journal says; the table must be fresh. How many slots it holds.
   size_t recover(Replay& replay);
 
-  std::optional<uint32_t> find(const Key& key) const { return map_.find(key); }
+  std::optional<uint32_t> find(const Key& key) const {
+    const auto slot = map_.find(key);
+    return slot && slots_[*slot].state == State::kReady ? slot : std::nullopt;
+  }
   // Slots of the longest prefix of keys that is ready.
   std::vector<int64_t> lookup(const std::vector<const Key*>& keys) const;
   // Whether the key is ready with each of the tags exclusive-or'd into its last byte.
@@ -100,10 +116,17 @@ class SlotTable {
   // Pairs of which one was dropped meanwhile are left alone. Every `from` is pinned, and stays
   // journalled until retire(): a walk in between finds its record, and maybe the new one.
   Moved replace(const int64_t* from, const int64_t* to, size_t n);
-  // The journal knows their successors.
+  // The journal knows their successors: private slots that have moved, or masked ones.
   void retire(const int64_t* slots, size_t n, Gone& gone);
   size_t drop(const int64_t* slots, size_t n, Gone& gone);
   size_t quarantine(const int64_t* slots, size_t n, Gone& gone);
+  // Quarantine, but keep what is journalled: it is not found until unmask(). First how many slots
+  // are masked, then how many were dropped, whose data is not durable.
+  std::pair<size_t, size_t> mask(const int64_t* slots, size_t n);
+  // Slots that were quarantined are in use again, masked ones with what they hold. In the order of
+  // eviction the latter come first. One whose key a slot has that is not journalled takes it back.
+  // How many are found again.
+  size_t unmask(const int64_t* slots, size_t n);
   // Quarantined slots that nobody uses any more are free again, and not deferred.
   void restore(const int64_t* slots, size_t n);
   // Slots whose entry of `mask` (one per slot) is set are handed out when no other is free.
@@ -115,7 +138,8 @@ class SlotTable {
   size_t free() const { return free_; }
   size_t deferred() const { return deferred_; }
   size_t evictable() const { return evictable_; }
-  size_t ready() const { return map_.size(); }
+  size_t ready() const { return ready_; }
+  size_t masked() const { return masked_; }
   size_t journalled() const { return journalled_; }
   size_t writing() const { return writing_; }
   size_t pinned() const { return pinned_; }
@@ -123,8 +147,8 @@ class SlotTable {
   const Counts& counts() const { return counts_; }
   size_t nbytes() const;
 
-  // Start to walk over everything journalled: what may be evicted in order of use, then the rest
-  // by number. Belongs to the thread that walks.
+  // Start to walk over everything journalled: what is masked and what may be evicted in order of
+  // use, then the rest by number. Belongs to the thread that walks.
   void begin_walk();
   // Sealed PUT records of the next few, with sequence numbers from `first_sequence`; false when
   // that was all. Whatever changes between two calls may be in the walk or not: the owner's own
@@ -133,11 +157,12 @@ class SlotTable {
 
  private:
   struct alignas(64) Slot {
-    Key key;  // while ready
+    Key key;  // while ready or masked
     uint64_t epoch;
     uint32_t next, previous;  // in the list it is in, if any
     uint32_t pins;
     uint32_t walked;  // number of the last walk that took it
+    uint32_t older;   // plus one, a masked slot whose key it has; 0: there is none
     State state;
     bool journalled;
     bool quarantined;
@@ -159,6 +184,13 @@ class SlotTable {
   void make_free(Slot& slot);
   void unlink_free(Slot& slot);
   void release(Slot& slot);
+  bool is_masked(const Slot& slot) const {
+    return slot.state == State::kMasked ||
+           (slot.state == State::kPrivate && slot.journalled && slot.quarantined);
+  }
+  void make_masked(Slot& slot);
+  void unlink_masked(Slot& slot);
+  void show(Slot& slot);
   void forget(Slot& slot, Gone& gone);
   void unjournal(Slot& slot, Gone& gone);
   size_t drop_locked(const int64_t* slots, size_t n, Gone& gone);
@@ -167,20 +199,22 @@ class SlotTable {
   void take(Slot& slot, uint64_t& sequence, std::vector<Record>& out);
 
   const size_t num_slots_;
-  // Heads of the lists of free, of deferred free and of evictable slots: the last three entries.
+  // Heads of the lists of free, of deferred free, of masked and of evictable slots: the last four
+  // entries.
   const uint32_t free_list_;
   const uint32_t later_list_;
+  const uint32_t masked_list_;
   const uint32_t used_list_;
   HugePageArray<Slot> slots_;
   KeyMap map_;
   uint64_t last_epoch_ = 0;
   size_t free_ = 0, deferred_ = 0, evictable_ = 0, journalled_ = 0, writing_ = 0, pinned_ = 0,
-         lost_ = 0;
+         lost_ = 0, ready_ = 0, masked_ = 0;
   Counts counts_{};
 
   mutable std::mutex mutex_;
   uint32_t walk_ = 0;       // number of the walk
-  uint32_t cursor_;         // next evictable slot that the walk will look at, or the list's head
+  uint32_t cursor_;         // next masked or evictable slot it will look at, or the list's head
   size_t walk_visits_ = 0;  // how many it may still look at: the list may grow before its eyes
   size_t walk_number_ = 0;  // then, the next slot by number
 };

@@ -80,6 +80,7 @@ class NodeLink:
         self._frames: tuple[int, bool] | None = None
         self._hides = hides
         self._name_key: bytes | None = None
+        self._alone = connected is None
         self._connected = connected or self._set_gauge
 
     def _set_gauge(self, connected: bool) -> None:
@@ -168,8 +169,9 @@ class NodeLink:
                 self._counters.add("node_sessions_lost", 1)
             logger.warning(
                 "ssdkv: the node %s does not answer: nothing is found in it or stored until it "
-                "does; requests are computed",
+                "does; %s",
                 self.peer.address,
+                "requests are computed" if self._alone else "the other nodes of the pool serve on",
             )
             if not self._reconnect():
                 return

@@ -525,12 +525,13 @@ class RemotePlacement:
     def reweigh(self, weights: Sequence[float]) -> None:
         """Nothing: the devices are the node's."""
 
-    def drop_lost(self) -> int:
+    def mask_lost(self) -> int:
         """Nothing: the devices are the node's."""
         return 0
 
-    def take_returned(self) -> None:
+    def take_returned(self) -> int:
         """Nothing: the devices are the node's."""
+        return 0
 
     def take_segments(self) -> tuple[Segment, ...] | None:
         """None: workers read no devices."""

@@ -18,10 +18,12 @@ from vllm_ssdkv.node.protocol.frames import (
     HEADER_BYTES,
     HELLO_LIMITS,
     MOST_REASON_BYTES,
+    VERSIONS,
     Control,
     Flag,
     FrameLimits,
     Header,
+    negotiate,
 )
 from vllm_ssdkv.node.protocol.messages import Done, Message, decode, encode, kind_of
 from vllm_ssdkv.node.protocol.outgoing import Outgoing, Pulse
@@ -284,6 +286,8 @@ class Channel:
                 frame.message = decode(header.kind, body)
             except ValueError as error:
                 _close_all(descriptors)
+                if self._version is None:  # the hello of another release may have another shape
+                    negotiate(VERSIONS, header.version, header.version)
                 raise ProtocolError("body", str(error)) from error
         self._payload_left = header.payload_bytes
         return frame

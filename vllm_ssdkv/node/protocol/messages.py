@@ -21,11 +21,15 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from vllm_ssdkv.config.engine import LEAST_NODE_DEADLINE_S
+
 KEY_BYTES: Final = 32
 MAX_ENTRIES: Final = 1 << 16
 """Slots or keys in one message, at most; longer lists go in several."""
 
-MAX_RANKS: Final = 1024
+MAX_RANKS: Final = 64
+"""Workers of one engine: each costs the node threads, files and a part of the DRAM tier."""
+
 
 TAKEN: Final = -1
 """Slot of a key in :class:`Claimed`: stored already, or being stored by somebody."""
@@ -578,7 +582,7 @@ class OpenVolumes(Message, frozen=True):
     names: Annotated[list[VolumeName | None], Meta(max_length=MAX_DRIVES)]
     nbytes: Annotated[list[Count], Meta(max_length=MAX_DRIVES)]
     model: Name
-    deadline_s: Seconds
+    deadline_s: Annotated[float, Meta(ge=LEAST_NODE_DEADLINE_S, le=1e9)]
 
 
 class VolumesOpened(Message, frozen=True):

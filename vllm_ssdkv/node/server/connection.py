@@ -6,6 +6,7 @@ import contextlib
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol, get_args
@@ -25,6 +26,7 @@ from vllm_ssdkv.node.protocol.frames import DEFAULT_LIMITS, VERSIONS, negotiate
 from vllm_ssdkv.node.protocol.messages import AskStatus, Hello, Message, Part, Role, Status, Welcome
 from vllm_ssdkv.node.server.attention import AttentionLink
 from vllm_ssdkv.node.server.leases import Lease
+from vllm_ssdkv.node.server.newcomers import Newcomers
 from vllm_ssdkv.node.server.scheduler_calls import SessionCalls
 from vllm_ssdkv.node.server.session import Session
 from vllm_ssdkv.node.server.store_registry import StoreRegistry
@@ -36,7 +38,10 @@ from vllm_ssdkv.node.server.worker_link import WorkerLink
 logger = logging.getLogger(__name__)
 
 HELLO_S = 10.0
-"""Seconds that a connection has for its keys and its hello."""
+"""Seconds that a connection over a Unix socket has for its hello, and every peer for our answer."""
+
+NEWCOMER_S = 3.0
+"""Seconds that a connection over TCP has for its keys and its hello: anybody can open one."""
 
 BEATS = 3
 """Heartbeats in the time of a lease."""
@@ -69,6 +74,7 @@ class NodeState:
         counters: Its own metrics.
         status: How it is now.
         shelf: Its volumes.
+        newcomers: Connections over TCP before their hello.
         draining: Set when it ends.
         lock: Guards ``sessions`` and ``links``.
         sessions: By name.
@@ -81,6 +87,7 @@ class NodeState:
     counters: Counters
     status: Callable[[], Status]
     shelf: VolumeShelf
+    newcomers: Newcomers
     draining: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
     sessions: dict[bytes, Session] = field(default_factory=dict)
@@ -111,9 +118,10 @@ class Connection:
     def serve(self) -> None:
         """Serve the channel to its end, and close it. Raises nothing that a peer can cause."""
         channel, cause = self._channel, "gone"
+        deadline = time.monotonic() + (HELLO_S if channel.is_unix else NEWCOMER_S)
         try:
-            channel.handshake(HELLO_S)
-            session = self._session = self._greet()
+            channel.handshake(deadline - time.monotonic())
+            session = self._session = self._greet(deadline)
             self._go_on(session)
         except ProtocolError as error:
             cause = "refused"
@@ -129,6 +137,7 @@ class Connection:
             with contextlib.suppress(NodeError):
                 channel.refuse("the node failed; its log says how")
         finally:
+            self._state.newcomers.remove(channel)
             # Behind the reason: the end of a session ends its connections.
             if self._session is not None:
                 self._close_link(self._session)
@@ -148,14 +157,15 @@ class Connection:
 
     # ---- the first frame ----
 
-    def _greet(self) -> Session:
-        """Take the hello, and answer it.
+    def _greet(self, deadline: float) -> Session:
+        """Take the hello, which has to begin by ``deadline``, and answer it.
 
         Raises:
             ProtocolError: it cannot be accepted.
         """
         channel, state = self._channel, self._state
-        frame = channel.receive(HELLO_S)
+        frame = channel.receive(max(0.0, deadline - time.monotonic()))
+        state.newcomers.remove(channel)
         hello = frame.message
         if not isinstance(hello, Hello) or frame.payload_bytes or frame.descriptors:
             raise ProtocolError("order", "a connection begins with a hello")

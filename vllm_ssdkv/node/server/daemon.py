@@ -25,6 +25,7 @@ from vllm_ssdkv.node.protocol.sockets import Listener
 from vllm_ssdkv.node.server.connection import HELLO_S, Connection, NodeState
 from vllm_ssdkv.node.server.drive_room import DriveRoom
 from vllm_ssdkv.node.server.hosted_store import HostedStore
+from vllm_ssdkv.node.server.newcomers import Newcomers
 from vllm_ssdkv.node.server.node_metrics import (
     NodeCollector,
     Source,
@@ -38,7 +39,8 @@ from vllm_ssdkv.node.server.volumes import VolumeShelf
 logger = logging.getLogger(__name__)
 
 _MORE_CONNECTIONS = 32
-"""Connections beyond three for each session (calls, bytes, attention): without a hello yet."""
+"""Connections beyond three for each session (calls, bytes, attention): over Unix sockets without a
+hello yet, and those that end. :class:`Newcomers` bounds those over TCP."""
 
 
 class Node:
@@ -68,8 +70,8 @@ class Node:
         counters = Counters()
         start_at_zero(counters)
         self.counters = counters
-        self._room = DriveRoom(config)
         self._registry = StoreRegistry(config, self._open_store)
+        self._room = DriveRoom(config, self._registry.names, counters)
         self._state = NodeState(
             config,
             secrets.token_bytes(16),
@@ -77,6 +79,7 @@ class Node:
             counters,
             self.status,
             VolumeShelf(config, self._room),
+            Newcomers(counters),
         )
         credentials = None
         if config.keys is not None:
@@ -93,7 +96,7 @@ class Node:
                 self._listeners.append(listener)
             if config.metrics is not None:
                 collector = NodeCollector(counters, self._sources)
-                self._server, self.metrics_port = serve_metrics(config.metrics, collector)
+                self._server, self.metrics_port = serve_metrics(config.metrics, collector, counters)
             stack.pop_all()
 
     @property
@@ -126,13 +129,16 @@ class Node:
 
     def _accept(self, listener: Listener) -> None:
         most = 3 * self.config.most_sessions + _MORE_CONNECTIONS
+        newcomers = self._state.newcomers
         while (channel := listener.accept()) is not None:
             with self._threads_lock:
-                full = len(self._threads) >= most
+                full = len(self._threads) - len(newcomers) >= most
             if full:
                 self.counters.add("node_refusals", 1, cause="limit")
                 channel.close()
                 continue
+            if not channel.is_unix:
+                newcomers.add(channel)
             connection = Connection(channel, self._state)
             self._start_thread(connection.serve, "ssdkv-node-session")
 

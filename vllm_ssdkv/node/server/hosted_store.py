@@ -514,8 +514,7 @@ class HostedStore:
             for device, nbytes in results.bytes_written:
                 self._policy.wrote([(device, nbytes)])
             for device in results.lost_devices:
-                dropped = self._device_weights.mark_lost(device)
-                self.counters.add("slots_dropped", dropped, cause="device_lost")
+                self._device_weights.mark_lost(device)
             self._device_weights.update(rank, results.speeds)
             known = [p for p in (*results.bad, *results.mended) if self._index.holds(*p)]
             self.ranks[rank].store.confirm(known)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from socketserver import ThreadingMixIn
 from typing import Any
-from wsgiref.simple_server import WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
@@ -26,6 +31,10 @@ from vllm_ssdkv.base.metrics import (
 from vllm_ssdkv.base.metrics_node_server import NODE_SERVER_METRICS
 
 logger = logging.getLogger(__name__)
+
+MOST_READERS = 16
+READER_S = 5.0
+"""Seconds that a connection to ``/metrics`` has: it takes no keys, so anybody may open one."""
 
 _STORE_LABELS = ("model_name", "store")
 
@@ -109,11 +118,66 @@ def start_at_zero(counters: Counters) -> None:
                 counters.set(metric.name, 0, **labels)
 
 
-def serve_metrics(where: str, collector: Collector) -> tuple[WSGIServer, int]:
+class _MetricsServer(ThreadingMixIn, WSGIServer):
+    """HTTP server with a thread for each connection: a few at a time, each for a few seconds.
+
+    Whoever comes ends the oldest one too many, so silent connections keep no reader out, and take
+    no more files from the node than these.
+    """
+
+    daemon_threads = True
+    counters: Counters
+    """For ``node_refusals``."""
+
+    def __init__(self, *arguments: Any) -> None:  # noqa: ANN401 - those of its base
+        self._readers: dict[socket.socket, float] = {}
+        """Ends of their time, the oldest first."""
+        self._readers_lock = threading.Lock()
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as in the base
+        """Take a connection in. In the thread of ``serve_forever``."""
+        with self._readers_lock:
+            excess = list(self._readers)[: max(0, len(self._readers) + 1 - MOST_READERS)]
+            self._readers[request] = time.monotonic() + READER_S
+        self._end(excess)
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """End connections whose time is over. In the thread of ``serve_forever``, all the time."""
+        now = time.monotonic()
+        with self._readers_lock:
+            late = [reader for reader, end in self._readers.items() if end <= now]
+        self._end(late)
+
+    def _end(self, readers: Sequence[socket.socket]) -> None:
+        for reader in readers:
+            with self._readers_lock:
+                if self._readers.pop(reader, None) is None:
+                    continue
+                self.counters.add("node_refusals", 1, cause="limit")
+                # Under the lock: its thread has not closed it. That thread wakes, and does so.
+                with contextlib.suppress(OSError):
+                    reader.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:  # noqa: ANN401 - as in the base
+        """Close a connection, in its own thread."""
+        with self._readers_lock:
+            self._readers.pop(request, None)
+        super().shutdown_request(request)
+
+
+class _SilentHandler(WSGIRequestHandler):
+    def log_message(self, *arguments: object) -> None:
+        """Log no requests."""
+
+
+def serve_metrics(where: str, collector: Collector, counters: Counters) -> tuple[WSGIServer, int]:
     """Serve ``/metrics`` in a thread; the server, and its port.
 
     Args:
         where: ``host:port``, or a port of 127.0.0.1; port 0 is any.
+        counters: For connections that were ended, ``node_refusals``.
 
     Raises:
         ConfigError: it is no such address, or not to be had.
@@ -129,9 +193,12 @@ def serve_metrics(where: str, collector: Collector) -> tuple[WSGIServer, int]:
         # As OpenMetrics, prometheus_client writes names with an underscore in place of the colon.
         return page({**environ, "HTTP_ACCEPT": "*/*"}, start_response)
 
+    host = host.strip("[]") or "127.0.0.1"
     try:
-        server, _ = start_http_server(int(port), host.strip("[]") or "127.0.0.1", registry)
-        server.set_app(as_text)
+        family = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][0]
+        kind = type("_Server", (_MetricsServer,), {"address_family": family, "counters": counters})
+        server: WSGIServer = make_server(host, int(port), as_text, kind, _SilentHandler)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"metrics: cannot listen at {where}: {error}") from error
+    threading.Thread(target=server.serve_forever, name="ssdkv-metrics", daemon=True).start()
     return server, int(server.server_port)

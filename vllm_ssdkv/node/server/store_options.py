@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 from vllm_ssdkv.base.errors import ConfigError
@@ -14,6 +15,8 @@ from vllm_ssdkv.node.protocol.messages import StoreSpec
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.manifest import NAME
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+
+_DIRECTORY = re.compile("[0-9a-f]{16}")
 
 
 def geometry_of(spec: StoreSpec, *, encrypted: bool) -> SlotGeometry:
@@ -33,6 +36,11 @@ def directory_of(spec: StoreSpec) -> str:
     fingerprint = Fingerprint(spec.fingerprint)
     named = fingerprint.digest + spec.ranks.to_bytes(4, "little") + spec.name.encode()
     return hashlib.blake2b(named, digest_size=8).hexdigest()
+
+
+def is_directory_of_store(name: str) -> bool:
+    """Check whether a directory's name is one of :func:`directory_of`."""
+    return _DIRECTORY.fullmatch(name) is not None
 
 
 def store_options(config: NodeConfig, spec: StoreSpec) -> SSDKVConfig:

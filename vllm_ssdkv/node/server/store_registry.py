@@ -125,6 +125,11 @@ class StoreRegistry:
         with self._lock:
             return [entry.store for entry in self._entries.values() if entry.store is not None]
 
+    def names(self) -> list[str]:
+        """Directories of stores that are open, or are being opened or closed."""
+        with self._lock:
+            return list(self._entries)
+
     def close(self, drain_s: float) -> bool:
         """Close all stores, which nobody uses any more; False when writes did not end in time."""
         deadline = time.monotonic() + drain_s

@@ -128,7 +128,7 @@ class VolumeShelf:
     """All volumes of a node. Any thread may call; all methods block on I/O.
 
     Example:
-        shelf = VolumeShelf(config, DriveRoom(config))
+        shelf = VolumeShelf(config, DriveRoom(config, registry.names, counters))
         shelf.drives("Qwen/Qwen3-8B")
     """
 

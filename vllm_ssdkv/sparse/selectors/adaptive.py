@@ -7,7 +7,6 @@ the error. ``1 - mass`` is the estimated missing mass, for the engine to export.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from vllm_ssdkv.sparse.protocol import Budget, ContextSummaries, Selection, page_budget
@@ -61,7 +60,7 @@ class AdaptiveSelector:
         """Sinks, then pages by score; ``mass`` says how far they got."""
         scores = self.scorer.score(query, context, scale, window_lse)
         most = page_budget(self.budget, context)
-        least = np.minimum(page_budget(self.floor, context), most)
+        least = page_budget(self.floor, context)
         sinks = -(-self.sink_tokens // context.layout.page_tokens)
         chosen = self.kernels.choose(scores, least, most, sinks, self.p)
         return self.scorer.complete(chosen, scores, context)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_ssdkv.base.errors import DeviceError
+from vllm_ssdkv.base.file_access import create_directory, create_file, file_mode, why_refused
 from vllm_ssdkv.base.file_lock import lock_file
 from vllm_ssdkv.store.devices.direct_io import DirectMode, turn_on_direct
 from vllm_ssdkv.store.devices.preallocate import free_bytes, reserve_space
@@ -85,9 +86,9 @@ def open_device(
 ) -> OpenDevice:
     """Open, lock and size device ``index`` for tensor-parallel rank ``rank``.
 
-    A directory gets a file ``rank<r>.data``, mode 0600; a missing directory is created, mode 0700,
-    if its parent exists. A block device serves rank 0 only, and must not be mounted. Existing bytes
-    are never changed or cut off.
+    A directory gets a file ``rank<r>.data``; a missing directory is created if its parent exists.
+    Both are their owner's, or the group's in a directory that a group shares. A block device serves
+    rank 0 only, and must not be mounted. Existing bytes are never changed or cut off.
 
     Args:
         path: Directory or block device.
@@ -129,7 +130,7 @@ def _mode_of(path: Path, what: str) -> int | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise DeviceError(f"{what} cannot be looked at: {error}") from error
+        raise DeviceError(f"{what} cannot be looked at: {why_refused(path, error)}") from error
 
 
 def make_directory(path: Path, what: str) -> None:
@@ -139,7 +140,7 @@ def make_directory(path: Path, what: str) -> None:
         DeviceError: it cannot be made; the text says what to do.
     """
     try:
-        path.mkdir(mode=0o700)
+        create_directory(path)
     except FileExistsError:
         return  # another rank was faster
     except FileNotFoundError as error:
@@ -148,7 +149,7 @@ def make_directory(path: Path, what: str) -> None:
             f"create the directory with `mkdir -p {path}`"
         ) from error
     except OSError as error:
-        raise DeviceError(f"{what} cannot be created: {error}") from error
+        raise DeviceError(f"{what} cannot be created: {why_refused(path, error)}") from error
     logger.info("created directory %s", path)
 
 
@@ -172,12 +173,11 @@ def _open_data_file(
 
 
 def _open_or_create(path: Path, what: str) -> tuple[int, bool]:
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         try:
-            fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+            fd = create_file(path, os.O_RDWR)
         except FileExistsError:
-            return _open_existing(path, flags), False
+            return _open_existing(path), False
         try:
             _sync_directory(path.parent)
         except BaseException:
@@ -185,21 +185,32 @@ def _open_or_create(path: Path, what: str) -> tuple[int, bool]:
             raise
     except OSError as error:
         raise DeviceError(
-            f"{what}: cannot open {path} for reading and writing ({error.strerror}); check its "
-            f"owner and permissions, and that the file system is mounted writable"
+            f"{what}: cannot open {path} for reading and writing ({why_refused(path, error)}); "
+            "check that the file system is mounted writable"
         ) from error
     return fd, True
 
 
-def _open_existing(path: Path, flags: int) -> int:
-    fd = os.open(path, flags | os.O_NONBLOCK)  # which only matters should it be a pipe
+def _open_existing(path: Path) -> int:
+    # O_NONBLOCK only matters should it be a pipe.
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise FileExistsError(errno.EEXIST, "it is not a regular file")
-        if status.st_mode & 0o077:
-            os.fchmod(fd, 0o600)  # it holds what users said to the model
-            logger.warning("%s was open to other users; its mode is 0600 now", path)
+        mode = file_mode(path.parent)
+        if status.st_mode & 0o007 and status.st_uid == os.geteuid():
+            os.fchmod(fd, mode)  # it holds what users said to the model
+            logger.warning("%s was open to other users; its mode is %04o now", path, mode)
+        elif status.st_mode & 0o007:
+            logger.warning(
+                "%s is open to other users, and belongs to uid %d, while this process is uid %d: "
+                "its owner can run `chmod o= %s`",
+                path,
+                status.st_uid,
+                os.geteuid(),
+                path,
+            )
     except OSError:
         os.close(fd)
         raise

@@ -26,6 +26,7 @@ from vllm_ssdkv.base.errors import (
     KeyMismatchError,
     StoreError,
 )
+from vllm_ssdkv.base.file_access import why_refused
 from vllm_ssdkv.base.file_lock import lock_file
 from vllm_ssdkv.base.json_checksum import NO_DIGITS, check_seal, has_checksum, sealed
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
@@ -214,7 +215,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise StoreError(f"{path}: {error.strerror}") from error
+            raise StoreError(f"{path}: {why_refused(path, error)}") from error
         return cls.decode(data, path)
 
     @classmethod
@@ -330,7 +331,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             try:
                 replace_file(state / name, data)
             except OSError as error:
-                raise StoreError(f"{state / name}: {error.strerror}") from error
+                raise StoreError(f"{state / name}: {why_refused(state, error)}") from error
 
     def check_key(self, key_id: bytes) -> None:
         """Refuse another key than that of the store; empty is no encryption.
@@ -439,7 +440,7 @@ def locked(state: Path, timeout_s: float = 30.0) -> Iterator[None]:
     try:
         fd = os.open(state, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise StoreError(f"state directory {state}: {error.strerror}") from error
+        raise StoreError(f"state directory {state}: {why_refused(state, error)}") from error
     try:
         lock_file(fd, state, "state directory", time.monotonic() + timeout_s)
         yield

@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv._index import Replay
 from vllm_ssdkv.base.errors import StoreError
+from vllm_ssdkv.base.file_access import why_refused
 from vllm_ssdkv.store.format.journal_record import (
     HEADER_BYTES,
     RECORD_BYTES,
@@ -197,7 +198,7 @@ class Journal:
                 self._file.close()
                 raise
         except OSError as exc:
-            raise StoreError(f"journal {self.path}: {exc.strerror or exc}") from exc
+            raise StoreError(f"journal {self.path}: {why_refused(self.path, exc)}") from exc
         self._sequence = self.recovered.newest_sequence + 1
         self.counters["resets"] += was_reset
         self.counters["corrupt_records"] = self.recovered.corrupt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
@@ -9,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_ssdkv.base.durable_file import create_temporary, sync_directory, write_all
+from vllm_ssdkv.base.file_access import create_file
 from vllm_ssdkv.base.file_lock import lock_file
 
 _READ_BYTES = 1 << 22
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class JournalFile:
@@ -27,7 +28,7 @@ class JournalFile:
     """
 
     def __init__(self, path: Path, lock_timeout_s: float) -> None:
-        """Open or create the file, mode 0600, and lock it.
+        """Open the file, or make it as :func:`create_file` does, and lock it.
 
         Raises:
             StoreLockedError: another process held it for all of ``lock_timeout_s``.
@@ -39,7 +40,7 @@ class JournalFile:
         self._name_synced = True
         deadline = time.monotonic() + lock_timeout_s
         while True:
-            self._fd = os.open(path, _FLAGS, 0o600)
+            self._fd = self._open_or_create()
             try:
                 lock_file(self._fd, path, "journal", deadline)
                 if self._has_the_name():
@@ -48,6 +49,13 @@ class JournalFile:
                 os.close(self._fd)
                 raise
             os.close(self._fd)  # replaced between open and lock: lock its successor
+
+    def _open_or_create(self) -> int:
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                return os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            with contextlib.suppress(FileExistsError):  # another process was faster
+                return create_file(self.path, os.O_RDWR)
 
     def _has_the_name(self) -> bool:
         try:
@@ -79,7 +87,7 @@ class JournalFile:
     def set_aside(self, name: str) -> None:
         """Rename the file to ``name``, replacing that, and go on with an empty one. OSError."""
         os.rename(self.path, self.path.with_name(name))
-        fresh = os.open(self.path, _FLAGS | os.O_EXCL, 0o600)
+        fresh = create_file(self.path, os.O_RDWR)
         os.close(self._fd)
         self._fd = fresh
         lock_file(fresh, self.path, "journal", time.monotonic())

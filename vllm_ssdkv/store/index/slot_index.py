@@ -4,10 +4,14 @@ Blocks are evicted here, DRAM frames by ``store/cache/frames.py``, single pages 
 ``store/cache/selected_pages.py``.
 
 A slot is *free*, *writing* (allocated, not yet findable), *ready* (findable by its key), *private*
-(in use, but not findable: a duplicate, or dropped while pinned) or *lost* (on a device that is out
-of service, or a number that no slot has now). ``publish`` makes it findable in this process;
-``durable`` makes it findable after a restart, too. A slot is handed out again only after the
-journal was told that its old content is gone.
+(in use, but not findable: a duplicate, or dropped while pinned), *masked* (journalled, but on a
+device that is out of use) or *lost* (likewise, but empty; or a number that no slot has now).
+``publish`` makes it findable in this process; ``durable`` makes it findable after a restart, too. A
+slot is handed out again only after the journal was told that its old content is gone.
+
+**Masked slots** are not found, and are found again when their device is back, in this process or
+after a restart: the journal keeps them. A block that is stored anew meanwhile takes the key over
+when it is durable; only then does the journal hear that the masked slot holds it no more.
 
 **Eviction order** is LRU over ready, unpinned slots. A prefix is useless without its head, so
 slots given together (to :meth:`SlotIndex.touch` or :meth:`SlotIndex.unpin`) are taken as a chain,
@@ -65,6 +69,7 @@ class SlotState(IntEnum):
     READY = 2
     PRIVATE = 3
     LOST = 4
+    MASKED = 5
 
 
 class Usage(NamedTuple):
@@ -72,11 +77,13 @@ class Usage(NamedTuple):
 
     Attributes:
         ready: Can be found.
+        masked: Hold blocks on devices out of use, and nobody uses them.
         pinned: Are in use.
         obtainable: Are free or evictable, so that reservations count on them.
     """
 
     ready: int
+    masked: int
     pinned: int
     obtainable: int
 
@@ -111,6 +118,7 @@ class SlotIndex:
         self._journal = journal
         self._table = SlotTable(num_slots)
         self._reserved = 0
+        self._refused = 0
         self._out_of_range = 0
         number = open_number
         if journal is not None:
@@ -227,6 +235,7 @@ class SlotIndex:
         if n < 0:
             raise ValueError(f"reserve {n} slots")
         if n > self.available():
+            self._refused += 1
             raise StoreFullError(f"{n} slots are to be reserved: {self._situation()}")
         self._reserved += n
 
@@ -261,6 +270,7 @@ class SlotIndex:
         if n < 0 or (reserved and n > self._reserved):
             raise ValueError(f"allocate {n} slots, {self._reserved} are reserved")
         if n > (self._table.obtainable if reserved else self.available()):
+            self._refused += 1
             raise StoreFullError(f"{n} slots are needed: {self._situation()}")
         slots, gone, epochs = self._table.allocate(n)
         self._tell_gone(gone, epochs)
@@ -272,8 +282,8 @@ class SlotIndex:
         table = self._table
         return (
             f"of {self.num_slots} slots {table.free + table.deferred} are free, {table.evictable} "
-            f"evictable, {table.pinned} pinned, {self._reserved} reserved, {table.lost} on lost "
-            "devices"
+            f"evictable, {table.pinned} pinned, {self._reserved} reserved, "
+            f"{table.lost + table.masked} on lost devices"
         )
 
     def pin(self, slots: I64) -> None:
@@ -283,7 +293,7 @@ class SlotIndex:
         as many reservations in the same step, or a reserved allocation may fail later.
 
         Raises:
-            ValueError: a slot is free or lost.
+            ValueError: a slot is free, masked or lost.
         """
         self._table.pin(slots)
 
@@ -334,6 +344,7 @@ class SlotIndex:
             if self._table.find(key) is not None:
                 continue
             if not self.available():
+                self._refused += 1
                 found[at] = FULL
                 continue
             found[at] = self.allocate(1)[0]
@@ -350,9 +361,11 @@ class SlotIndex:
         Raises:
             ValueError: a slot is still writing (publish comes first).
         """
-        slots, epochs, keys = self._table.durable(np.atleast_1d(slot))
+        slots, epochs, keys, older = self._table.durable(np.atleast_1d(slot))
         if slots.size and self._journal is not None:
             self._journal.append(Kind.PUT, slots, epochs, keys)
+        if older.size:
+            self._tell_gone(*self._table.retire(older))
 
     def replace(self, old: I64, new: I64) -> NDArray[np.bool_]:
         """Blocks have moved: every rank has written what slots ``old`` hold into slots ``new``.
@@ -382,7 +395,8 @@ class SlotIndex:
         """Never find these slots again: their data is bad, or was not written.
 
         A pinned slot stays with its users, private, and is freed at the last unpin; an unpinned
-        one is free at once. Slots that are free, private or lost already are skipped.
+        one is free at once, one of a device out of use when that is back. Slots that are free,
+        private or lost already are skipped.
         """
         self._tell_gone(*self._table.drop(np.atleast_1d(slot)))
 
@@ -391,8 +405,31 @@ class SlotIndex:
         if slots.size and self._journal is not None:
             self._journal.append(Kind.DEL, slots, epochs)
 
+    def mask(self, slots: I64) -> tuple[int, int]:
+        """Take slots out of use until :meth:`unmask`: their device is. What is journalled is kept,
+        and not found meanwhile; what is not is dropped as by :meth:`drop`.
+
+        Args:
+            slots: Numbers, int64, shape [n].
+
+        Returns:
+            How many blocks are masked now, and how many were dropped.
+        """
+        return self._table.mask(slots)
+
+    def unmask(self, slots: I64) -> int:
+        """Have slots in use again that were masked or quarantined; how many are found again.
+
+        They are the next to be evicted, in their old order. One whose key is being stored anew is
+        found in place of the new one, which is not durable yet. Others are skipped.
+
+        Args:
+            slots: Numbers, int64, shape [n].
+        """
+        return self._table.unmask(slots)
+
     def quarantine(self, mask_or_slots: NDArray[np.bool_] | I64) -> int:
-        """Take slots out of use until :meth:`restore`; how many were ready or writing.
+        """Take slots out of use until :meth:`restore`; how many were ready, writing or masked.
 
         They are dropped as by :meth:`drop` and not handed out. Reservations may now exceed what is
         left; :meth:`allocate` then says so.
@@ -465,10 +502,14 @@ class SlotIndex:
     @property
     def counters(self) -> dict[str, int]:
         """Counts since the start, a copy: ``allocated``, ``evictions``, ``published``,
-        ``duplicates``, ``dropped``, ``quarantined``, ``recovered``, ``out_of_range``, and those of
-        the journal with the prefix ``journal_``.
+        ``duplicates``, ``dropped``, ``quarantined``, ``recovered``, ``out_of_range``, ``refused``
+        (calls for slots that were not to be had), and those of the journal with the prefix
+        ``journal_``.
         """
-        counts = self._table.counts() | {"out_of_range": self._out_of_range}
+        counts = self._table.counts() | {
+            "out_of_range": self._out_of_range,
+            "refused": self._refused,
+        }
         if self._journal is None:
             return counts
         return counts | {f"journal_{k}": v for k, v in self._journal.counters.items()}
@@ -483,6 +524,7 @@ class SlotIndex:
             "pinned": table.pinned,
             "evictable": table.evictable,
             "reserved": self._reserved,
+            "masked": table.masked,
             "lost": table.lost,
             "journal_bytes": 0 if journal is None else journal.nbytes,
             "journal_degraded": int(journal is not None and journal.degraded),

@@ -5,8 +5,8 @@ stored block, on every rank, the header and the checksum of each page. What is k
 comes from its own files; neither options nor a model are needed.
 
 A device that is absent is a finding, and what lies on the others is checked. Blocks that need it
-are not wrong: they are counted apart, and nothing is repaired before it is back, unless the store
-has been opened without it since.
+are not wrong: they are counted apart, and nothing is repaired before it is back. If the store has
+been opened without it since, it is no finding, and a repair keeps those blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vllm_ssdkv.store.format.superblock import COPY_OFFSETS, Superblock
 from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS
 from vllm_ssdkv.store.io.slot_io import ReadFrom
 from vllm_ssdkv.store.maintenance.catalog import slots_to_come
-from vllm_ssdkv.store.maintenance.fsck_report import REPAIR, Problem, Report
+from vllm_ssdkv.store.maintenance.fsck_report import FROM_HEADERS, REPAIR, Problem, Report
 from vllm_ssdkv.store.maintenance.header_scan import scan_headers
 from vllm_ssdkv.store.maintenance.offline_store import (
     DataFile,
@@ -120,6 +120,7 @@ def examined(
     state_dir: Path | None = None,
     *,
     write: bool = False,
+    from_headers: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Iterator[Examination]:
     """Check a store, and keep it locked for what the caller does next. Blocks on I/O.
@@ -127,6 +128,7 @@ def examined(
     Args:
         directories: See :func:`find_store`; likewise ``state_dir``.
         write: Open the data files for writing, for a repair.
+        from_headers: Believe the headers of slots, also where the journal is whole.
         progress: Called in this thread.
 
     Raises:
@@ -162,8 +164,11 @@ def examined(
         for checked in files:
             _check_file(examination, checked)
         _look_for_orphans(examination)
-        _look_for_blocks(examination)
+        _look_for_blocks(examination, from_headers=from_headers)
         _check_slots(examination, progress)
+        if from_headers and examination.report.found:
+            text = f"it does not name {examination.report.found} block(s) that slots hold"
+            examination.report.add("journal", store.journal, text, FROM_HEADERS)
         for checked in files:
             _name_cure(checked)
         yield examination
@@ -214,8 +219,8 @@ def _check_absent(this: Examination, *, write: bool) -> None:
     slots = slots[placement.lost(this.absent, slots)]
     for device in np.flatnonzero(this.absent).tolist():
         parts = int(placement.touches(device, slots).sum())
-        if not (parts or this.store.manifest.devices[device].present):
-            continue  # the store goes on without it
+        if not this.store.manifest.devices[device].present:
+            continue  # the store goes on without it, and finds these blocks when it is back
         path = this.store.paths[device]
         if write:
             raise DeviceError(
@@ -328,13 +333,16 @@ def _name_cure(checked: CheckedFile) -> None:
 # ---- slots ----
 
 
-def _look_for_blocks(this: Examination) -> None:
-    """A lost or damaged journal is made good by the headers of slots."""
-    if "journal" not in this.report.counts:
+def _look_for_blocks(this: Examination, *, from_headers: bool) -> None:
+    """A lost or damaged journal is made good by the headers of slots; a whole one, too, where
+    these are to be believed rather than what it says was given up."""
+    if not (from_headers or "journal" in this.report.counts):
         return
     ranks = range(this.report.ranks)
     files = [[checked.file for checked in this.files if checked.rank == rank] for rank in ranks]
     seen = scan_headers(this.store, files, this.absent)
+    if from_headers:
+        _forget_older(this, seen)
     known = set(this.entry.keys)
     which = np.flatnonzero(~np.isin(seen.slots, this.entry.slots))
     which = which[[seen.keys[i] not in known for i in which.tolist()]]
@@ -346,6 +354,16 @@ def _look_for_blocks(this: Examination) -> None:
     )
     this.found = np.arange(len(this.entry.slots)) < len(which)
     this.good = np.ones(len(this.entry.slots), dtype=np.bool_)
+
+
+def _forget_older(this: Examination, seen: Entry) -> None:
+    """Leave out what the journal says of slots and keys of which a header says something newer."""
+    slot = dict(zip(seen.slots.tolist(), seen.epochs.tolist(), strict=True))
+    key = dict(zip(seen.keys, seen.epochs.tolist(), strict=True))
+    mine = zip(this.entry.slots.tolist(), this.entry.epochs.tolist(), this.entry.keys, strict=True)
+    newer = [max(slot.get(number, 0), key.get(name, 0)) > epoch for number, epoch, name in mine]
+    this.entry = this.entry.part(np.flatnonzero(~np.array(newer, dtype=np.bool_)))
+    this.report.stored = len(this.entry.slots)
 
 
 def _check_slots(this: Examination, progress: Progress) -> None:

@@ -23,6 +23,9 @@ ProblemKind: TypeAlias = Literal[
 
 
 REPAIR = "ssdkv fsck --repair"
+FROM_HEADERS = (
+    f"{REPAIR} --from-headers writes it anew with them, and keeps the old one as journal.rejected"
+)
 CURES: dict[ProblemKind, str] = {
     "device": "mount it, or name the directories where the devices are now; if it is dead, start "
     "the engine once without it",
@@ -81,13 +84,13 @@ class Report:
         slots: Blocks that the store has room for, and may grow to.
         slots_to_come: Those of ``slots`` that it has yet to grow by.
         stored: Slots that hold a block: by the journal, and those ``found``.
-        found: Blocks that the journal does not name, where it is lost or damaged, found whole by
-            the headers of their slots.
+        found: Blocks that the journal does not name, found whole by the headers of their slots:
+            looked for where it is lost or damaged, or on request.
         lost: Slots with such a header whose block is not whole: it was being overwritten, or is
             damaged.
         bad: Stored blocks that cannot be served; a repair drops them.
         out_of_reach: Those that have a part on absent devices only: they are neither right nor
-            wrong, and stay.
+            wrong, and stay; an engine finds them again when the device is back.
         checked_slots: Slots read and verified, those of each rank counted.
         checked_bytes: Their bytes, those of both copies.
         counts: Number of problems of each kind.

@@ -25,7 +25,7 @@ from vllm_ssdkv.store.devices.preallocate import reserve_space
 from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS
 from vllm_ssdkv.store.io.engines.protocol import Op
 from vllm_ssdkv.store.maintenance.fsck import CheckedFile, Examination, is_orphan
-from vllm_ssdkv.store.maintenance.journal_rebuild import write_journal
+from vllm_ssdkv.store.maintenance.journal_rebuild import set_aside, write_journal
 from vllm_ssdkv.store.maintenance.slot_check import BatchPlan, Entry, SlotChecker, refuse_hanging
 from vllm_ssdkv.store.maintenance.slot_reader import open_slots
 from vllm_ssdkv.store.placement.stripe_map import Extents
@@ -224,5 +224,7 @@ def _rewrite_journal(this: Examination) -> None:
     """Write the right entries, in their order, in the place of the journal."""
     if this.good.all() and not this.report.counts.get("journal"):
         return
+    if this.found.any():
+        set_aside(this.store.journal)
     write_journal(this.store, this.entry.part(np.flatnonzero(this.good)))
     this.report.repaired_all("journal", "header", "page", "unreadable")

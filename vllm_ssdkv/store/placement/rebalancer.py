@@ -7,6 +7,10 @@ slots can be read, and new ones go there last. Blocks that are read again are st
 are read faster elsewhere (``connector/scheduler/rewriter.py``); the slots that they leave are free,
 so the segments that they have left are the emptiest, and the next ones to be striped anew.
 
+Blocks on a device out of use are masked, and found again with it. Their places count as room: when
+blocks are stored, and none is left, segments with nothing but masked blocks are the first to be
+striped anew, over the devices that are there.
+
 The journal is told that the old slots are gone, and synced, before the manifest has the new
 segment, and the new slots are handed out after the manifest has it. So a restart at any instant
 finds each slot where it was written, or not at all.
@@ -29,7 +33,7 @@ from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.format.slot_geometry import I64
-from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS, SlotIndex, SlotState
+from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS, SlotIndex, Usage
 from vllm_ssdkv.store.placement.growth import StoreGrowth
 from vllm_ssdkv.store.placement.placement import Placement
 from vllm_ssdkv.store.placement.segments import best_striping, restriped, speedup
@@ -51,6 +55,10 @@ device of eight that is as fast again as the others, or a ninth one, gives 1.13.
 LOOK_SHARE = 20
 """Looking for segments that can be emptied takes a twentieth of the time at most while it is in
 vain: it takes as long as the store is large."""
+
+SECOND_COPY_AFTER_S = 600.0
+"""Blocks with one copy in reach are given up for slots with two only when the device of the other
+one has been out of use for so long: most are back by then."""
 
 _RETRY_S = 5.0
 
@@ -201,7 +209,10 @@ class Rebalancer:
         self._put_at = 0.0
         """Instant at which the manifest was given the successors."""
         self._gone = self.out_of_use()
-        """Devices that were out of use when what lay there was dropped."""
+        """Devices that were out of use when what lies there was masked."""
+        self._gone_at = clock()
+        self._demand = 0
+        """Slots that were asked for until then, or until masked blocks were given up last."""
         self._outdated: list[Segment] = []
         """Segments of which blocks are worth a rewrite, by ascending number."""
         self._firsts = np.zeros(0, dtype=np.int64)
@@ -221,17 +232,20 @@ class Rebalancer:
         """Mask of devices that are not there, or are to be used no more; bool, [devices]."""
         return np.array([not weight for weight in self.weights], dtype=np.bool_)
 
-    def drop_lost(self) -> int:
-        """Take what lies on devices out of use only out of the index; how many blocks. Takes time
-        that grows with the store."""
+    def mask_lost(self) -> int:
+        """Find nothing that lies on devices out of use only, until they are back; how many blocks.
+        What is not durable yet is dropped. Takes time that grows with the store."""
         everything = np.arange(self._index.num_slots, dtype=np.int64)
         self._gone = self.out_of_use()
-        return self._index.quarantine(everything[self.placement.lost(self._gone, everything)])
+        self._gone_at = self._clock()
+        self._demand = self._asked()
+        masked, dropped = self._index.mask(everything[self.placement.lost(self._gone, everything)])
+        self._counters.add("slots_dropped", dropped, cause="device_lost")
+        return masked
 
-    def take_returned(self) -> None:
-        """Have the slots again that devices which are back in use had taken with them. One that a
-        request still has a pin on comes back when its segment is striped anew. Takes time that
-        grows with the store."""
+    def take_returned(self) -> int:
+        """Have the slots again that devices which are back in use had taken with them; how many
+        blocks are found again. Takes time that grows with the store."""
         slots = np.arange(self._index.num_slots, dtype=np.int64)
         back = self.placement.lost(self._gone, slots)
         self._gone = self.out_of_use()
@@ -240,17 +254,18 @@ class Rebalancer:
             if segment.first in self._successors:  # they come back with the manifest
                 inside = (slots >= segment.first) & (slots < segment.first + segment.slots)
                 slots = slots[~inside]
-        lost = [self._index.state(slot) is SlotState.LOST for slot in slots.tolist()]
-        self._index.restore(slots[np.array(lost, dtype=np.bool_)])
+        found = self._index.unmask(slots)
         self._judge()
+        return found
 
     @property
     def slots_to_come(self) -> int:
         """Slots that the store may yet grow by."""
         return 0 if self.growth is None else self.growth.to_come
 
-    def step(self, *, patient: bool = True) -> None:
-        """Do what is due. Never blocks. ``patient``: what takes long and was in vain last time is
+    def step(self, *, patient: bool = True, wanted: int = 0) -> None:
+        """Do what is due. Never blocks. ``wanted``: slots that somebody cannot do without.
+        ``patient``: what takes long and was in vain last time is
         not tried again at once: where every segment holds something that is in use, looking at all
         slots in every step would take more time than the step."""
         if self._stale or self._successors:
@@ -260,7 +275,7 @@ class Rebalancer:
         if self._successors and self._saver.saved():
             self._finish()
         if self._stale and not self._successors:
-            self._begin(patient=patient)
+            self._begin(patient=patient, needed=wanted)
         if self.growth is not None:
             self.growth.step()
 
@@ -324,7 +339,8 @@ class Rebalancer:
         """The cache was reset: drop everything. Nothing that is stored now, nor in this opening of
         the store from now on, may be found by the headers of slots either. Never blocks; the
         manifest hears of it soon."""
-        self._counters.add("slots_dropped", self._index.gauges()["ready"], cause="reset")
+        gauges = self._index.gauges()
+        self._counters.add("slots_dropped", gauges["ready"] + gauges["masked"], cause="reset")
         self._index.drop(np.arange(self._index.num_slots, dtype=np.int64))
         since = (self._index.opening + 1) << EPOCH_COUNTER_BITS
         self._successors = {
@@ -393,31 +409,46 @@ class Rebalancer:
         rush = min(soon, self.placement.slots // MOST_AHEAD)
         return max(max(s.slots for s in self._stale) // AHEAD, rush)
 
-    def _begin(self, *, patient: bool) -> None:
+    def _asked(self) -> int:
+        """Slots ever handed out, and calls in vain: grows while blocks are to be stored."""
+        counters = self._index.counters
+        return counters["allocated"] + counters["refused"]
+
+    def _begin(self, *, patient: bool, needed: int) -> None:
         """Empty the segments that hold nothing, and those whose place is needed."""
         index = self._index
+        missing = max(0, needed - index.available())
         wanted = self._ahead()
         coming = index.free_now()
         if self._replicas > 1:
             # A place on a lost device still holds the other copy: it serves before stored blocks,
             # of which the same is true, are given up.
             coming = index.gauges()["free"]
-        if coming > wanted and not self._look:
+        if coming > wanted and not (self._look or missing):
             return
         began = self._clock()
         if patient and not self._look and began < self._look_from:
             return
         self._look = False
         usage = {s.first: index.usage(s.first, s.slots) for s in self._stale}
-
+        asked = self._asked() - self._demand
+        away = self.out_of_use().any()
+        recently = away and began - self._gone_at < SECOND_COPY_AFTER_S
         for segment in sorted(self._stale, key=lambda s: usage[s.first]):
             found = usage[segment.first]
             if found.pinned or (found.ready and coming > wanted):
+                continue
+            if found.ready and segment.copies > 1 and recently and not found.masked:
+                continue
+            if self._awaits_device(segment, found) and (
+                (coming > wanted and not missing) or not (missing or asked)
+            ):
                 continue
             if found.obtainable > index.available():
                 continue  # running requests were promised these: they cannot wait for the manifest
             successor = self._successor(segment)
             coming += successor.slots
+            missing = max(0, missing - successor.slots)
             dropped = index.quarantine(segment.all_slots())
             self._successors[segment.first] = successor
             self._counters.add("slots_dropped", dropped, cause="restriped")
@@ -427,12 +458,20 @@ class Rebalancer:
                 segment.first + segment.slots - 1,
                 dropped,
             )
+        if self._successors:
+            self._demand += asked
         ended = self._clock()
         self._look_from = ended + LOOK_SHARE * (ended - began)
         if self._successors:
             self._put_at = ended
             self._pace.begun = index.counters["allocated"]
             self._saver.put(self._wanted())
+
+    def _awaits_device(self, segment: Segment, usage: Usage) -> bool:
+        """Check whether a segment holds blocks of which a device that is away has a part or a copy:
+        it may be back before anybody needs the place."""
+        out = self.out_of_use()
+        return bool(usage.ready or usage.masked) and any(out[lane] for lane in segment.lanes)
 
     def _wanted(self) -> list[Segment]:
         """The segments with their successors, and those that are new."""
