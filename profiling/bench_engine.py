@@ -193,7 +193,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if measured(arguments, MEASUREMENTS):
         return
+    for given in arguments.dir or ():
+        if not Path(given).is_dir():
+            parser.error(f"--dir: {given} is not a directory; make it, or name another one")
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as scratch:
+        (Path(scratch) / "0").mkdir()  # what no --dir takes the place of
         job: dict[str, Any] = {"model": arguments.model}
         hits: list[dict[str, Any]] = []
         for mode in ("reuse", "page"):

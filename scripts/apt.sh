@@ -37,7 +37,11 @@ install_packages() {
   else
     say "installing system packages with sudo apt-get, as SSDKV_APT=1 asks: $*"
   fi
-  refresh_packages &&
-    as_root env DEBIAN_FRONTEND=noninteractive apt-get "${patience[@]}" install -y -q \
-      --no-install-recommends "$@" </dev/null
+  (
+    # apt-get does not wait for another one, and both scripts may run at once.
+    flock 9
+    refresh_packages &&
+      as_root env DEBIAN_FRONTEND=noninteractive apt-get "${patience[@]}" install -y -q \
+        --no-install-recommends "$@" </dev/null
+  ) 9<scripts/apt.sh
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.fpga_offload.needs import needs_rtlsim
 
 ROOT = Path(__file__).parent.parent
-REAL = "bash env dirname uname id tr sed grep cat mkdir"
+REAL = "bash env dirname flock uname id tr sed grep cat mkdir"
 
 
 def run(folder: Path, *shapes: str, apt: str) -> tuple[int, str]:

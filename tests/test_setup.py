@@ -16,8 +16,8 @@ from tests.test_namespace import FOLDERS
 
 ROOT = Path(__file__).parent.parent
 REAL = (
-    "bash cat chmod cut dirname env find grep install ln mkdir rm sed sha256sum sort tee timeout "
-    "touch tr uname xargs"
+    "bash cat chmod cut dirname env find flock grep install ln mkdir rm sed sha256sum sort tee "
+    "timeout touch tr uname xargs"
 )
 
 RECORD = """#!/bin/bash

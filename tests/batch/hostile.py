@@ -236,12 +236,14 @@ class Watched:
 
     Attributes:
         latency: Seconds that each `/health` took.
+        own: Of these, those in which the server computed: no other load of the machine is in them.
         memory: Bytes that belong to no file, of the server and its children, from first to last.
         honest: Seconds that each batch of the honest key took.
         done: How often hostile keys did what, and how it was answered.
     """
 
     latency: list[float] = field(default_factory=list)
+    own: list[float] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
     honest: list[float] = field(default_factory=list)
     done: Counter[str] = field(default_factory=Counter)
@@ -254,15 +256,16 @@ class Siege:
         self,
         url: str,
         keys: tuple[str, ...],
-        memory: Callable[[], int],
+        session: int,
         seed: int,
         scale: int,
     ) -> None:
-        """The third key is the honest one; ``memory`` tells what the server holds."""
+        """The third key is the honest one; ``session`` is that of the server's processes, and the
+        number of the one that serves HTTP."""
         self._url = url
         self._hostile = [Api(url, key) for key in keys[:2]]
         self._honest = Api(url, keys[2])
-        self._memory = memory
+        self._session = session
         self._seed = seed
         self._scale = scale
         self._over = threading.Event()
@@ -308,13 +311,14 @@ class Siege:
     # ---- who watches ----
 
     def _watch_health(self) -> None:
-        with watched(self._url) as latency:
+        with watched(self._url, self._session) as found:
             self._over.wait()
-        self.seen.latency = latency
+        self.seen.latency = [seconds for seconds, _ in found]
+        self.seen.own = [own for _, own in found]
 
     def _watch_memory(self) -> None:
         while not self._over.wait(0.1):
-            self.seen.memory.append(self._memory())
+            self.seen.memory.append(memory_of(self._session))
 
     # ---- who is honest ----
 
@@ -429,30 +433,40 @@ def _held(session: int, one: int | None) -> int:
 
 
 @contextlib.contextmanager
-def watched(url: str) -> Iterator[list[float]]:
-    """Seconds that each `/health` takes while the block lasts; complete behind it.
+def watched(url: str, process: int) -> Iterator[list[tuple[float, float]]]:
+    """Seconds that each `/health` takes while the block lasts, and those of them in which the
+    process computed; complete behind it.
 
     Who asks is a process of its own, which does not wait for what else is done here.
     """
-    found: list[float] = []
-    command = [sys.executable, __file__, url]
+    found: list[tuple[float, float]] = []
+    command = [sys.executable, __file__, url, str(process)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as watcher:
         yield found
         told, _ = watcher.communicate(timeout=TIMEOUT_S)
     assert watcher.returncode == 0
-    found += [float(latency) for latency in told.split()]
+    numbers = [float(number) for number in told.split()]
+    found += zip(numbers[::2], numbers[1::2], strict=True)
 
 
-def watch(url: str) -> None:
-    """Print how long each `/health` takes, until the standard input ends."""
+def computed_s(process: int) -> float:
+    """Seconds that a process has computed so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def watch(url: str, process: int) -> None:
+    """Print how long each `/health` takes, and how long the process computed meanwhile, until the
+    standard input ends."""
     over = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
     while not over.wait(0.1):
-        begun = time.monotonic()
+        begun, computed = time.monotonic(), computed_s(process)
         status, _ = Api(url, "").call("GET", "/health")
         assert status == 200
-        print(f"{time.monotonic() - begun:.4f}", flush=True)
+        took = time.monotonic() - begun
+        print(f"{took:.4f} {min(took, computed_s(process) - computed):.4f}", flush=True)
 
 
 if __name__ == "__main__":
-    watch(sys.argv[1])
+    watch(sys.argv[1], int(sys.argv[2]))

@@ -32,7 +32,7 @@ def test_no_request_is_a_fault_of_the_server(url: str, tmp_path: Path) -> None:
     assert PROGRAM is not None
     examples = SAME_EVERY_TIME if ROUNDS is None else ("--max-examples", f"{10 * int(ROUNDS)}")
     before = memory_of(os.getsid(0), os.getpid())
-    with watched(url) as latency:
+    with watched(url, os.getpid()) as latency:
         ended = subprocess.run(
             [
                 PROGRAM,
@@ -52,7 +52,7 @@ def test_no_request_is_a_fault_of_the_server(url: str, tmp_path: Path) -> None:
     report = ended.stdout[-6000:] + ended.stderr[-2000:]
     assert ended.returncode == 0, report
     assert "Selected: 9/9" in report, report
-    assert max(latency) < 1.0
+    assert max(own for _, own in latency) < 1.0  # whatever else the machine does
     assert memory_of(os.getsid(0), os.getpid()) < before + 300 * MIB
     request = urllib.request.Request(
         f"{url}/v1/files?limit=1", headers={"Authorization": f"Bearer {KEYS[0]}"}

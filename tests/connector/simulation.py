@@ -216,16 +216,21 @@ class Simulation:
         segments = segments_of(self.index.num_slots)
         self.placement = Placement(geometry, segments, DEVICES)
         self.manifest = SavedAtOnce()
-        self.rebalancer = Rebalancer(
-            self.index, self.placement, [1.0] * DEVICES, self.manifest, Counters()
-        )
         self.pace = pace or Pace()
-
-        paths = [f"device{i}" for i in range(DEVICES)]
 
         def pace_clock() -> float:
             return self.pace.now
 
+        self.rebalancer = Rebalancer(
+            self.index,
+            self.placement,
+            [1.0] * DEVICES,
+            self.manifest,
+            Counters(),
+            clock=pace_clock,
+        )
+
+        paths = [f"device{i}" for i in range(DEVICES)]
         counters = Counters()
         self.suspensions: list[str] = []
         """Reasons that were saved."""

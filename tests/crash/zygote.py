@@ -8,7 +8,6 @@ standard output, one JSON object per line; everything else goes to standard erro
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
@@ -22,17 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tests.e2e.engine import Engine
-
-MODULES = (
-    "tests.e2e.engine",
-    "vllm.model_executor.model_loader",
-    "vllm.model_executor.models.llama",
-    "vllm.model_executor.warmup.kernel_warmup",
-    "vllm.v1.attention.backends.cpu_attn",
-    "vllm.v1.worker.cpu_worker",
-    "vllm_ssdkv.connector.connector",
-)
-"""What a child needs, imported before it is forked."""
 
 ANSWER_TOKENS = 24
 BETWEEN = 4
@@ -52,12 +40,9 @@ def import_all() -> None:
     tests = types.ModuleType("tests")
     tests.__path__ = [str(Path(__file__).resolve().parents[1])]
     sys.modules["tests"] = tests
-    for name in MODULES:
-        importlib.import_module(name)
-    # Children begin with all of it, and their collectors leave it alone.
-    shared = importlib.import_module("tests.e2e.engine").SHARED
-    shared.replace_kernels()
-    shared.start()
+    engines = importlib.import_module("tests.e2e.engine")
+    engines.preload()
+    engines.end_with_parent()
 
 
 def batches(task: dict[str, Any]) -> Any:  # noqa: ANN401 - an endless iterator or a list
@@ -129,20 +114,13 @@ def child(task: dict[str, Any]) -> None:
             say(event="numbers", slots_total=index.num_slots, **numbers)
 
 
-def end_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends, however it does."""
-    pr_set_pdeathsig = 1
-    if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL):
-        raise OSError(ctypes.get_errno(), "prctl")
-
-
 def fork(task: dict[str, Any]) -> None:
     """Run one task in a child, and wait for its end."""
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            end_with_parent()
+            importlib.import_module("tests.e2e.engine").end_with_parent()
             os.setsid()
             say(event="started", pid=os.getpid())
             child(task)
@@ -159,7 +137,6 @@ def fork(task: dict[str, Any]) -> None:
 if __name__ == "__main__":
     VOICE = os.dup(1)
     os.dup2(2, 1)
-    end_with_parent()
     import_all()
     say(event="imported")
     for line in sys.stdin:

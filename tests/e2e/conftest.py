@@ -15,12 +15,13 @@ import pytest
 from tests.conftest import disk_directory
 from tests.e2e.bench import PROMPTS, Bench
 from tests.e2e.models import MAKERS
-from tests.e2e.node_engine import LEASE_S
 from tests.e2e.stock import Stock
 from tests.lanes import ENGINE
 from tests.node.process import NodeProcess
 from tests.store.unhurried import open_unhurried_engines
+from vllm_ssdkv.connector.scheduler import context_recovery, page_admission, scheduler
 from vllm_ssdkv.connector.worker import layer_copy
+from vllm_ssdkv.store.devices import health
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -29,6 +30,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(ENGINE)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _impatient() -> Iterator[None]:
+    """In engines of this process a fault need not last long to count as one that lasts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(health, "CONDEMN_S", 0.2)
+        patch.setattr(health, "FIRST_RETRY_S", 0.05)
+        patch.setattr(health, "LAST_RETRY_S", 0.2)
+        patch.setattr(page_admission, "WRITES_DEADLINE_S", 0.5)
+        patch.setattr(scheduler, "RETURN_S", 0.5)
+        patch.setattr(context_recovery, "LOST_S", 1.0)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -141,6 +155,9 @@ def root() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def node(root: Path) -> Iterator[NodeProcess]:
-    """A node that runs while a module's tests do."""
-    with NodeProcess(root, lease=LEASE_S) as node:
+    """A node that runs while a module's tests do.
+
+    It is patient: an engine that the machine leaves without a core for seconds keeps its session.
+    """
+    with NodeProcess(root, lease=10.0) as node:
         yield node

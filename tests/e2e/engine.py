@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
+import importlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -107,6 +110,33 @@ class Shared:
 
 
 SHARED = Shared()
+
+PRELOADED = (
+    "vllm.model_executor.model_loader",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.warmup.kernel_warmup",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.worker.cpu_worker",
+    "vllm_ssdkv.connector.connector",
+)
+
+
+def preload() -> None:
+    """Import what engines need into a process that forks them: each would take ten seconds for it.
+
+    They begin with all of it, and their garbage collectors leave it alone.
+    """
+    for name in PRELOADED:
+        importlib.import_module(name)
+    SHARED.replace_kernels()
+    SHARED.start()
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the one that forked it ends, however it does."""
+    pr_set_pdeathsig = 1
+    if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL):
+        raise OSError(ctypes.get_errno(), "prctl")
 
 
 class Engine:

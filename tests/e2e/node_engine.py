@@ -1,22 +1,35 @@
-"""An engine in a process that a test can stop and kill, told what to do by lines of JSON."""
+"""An engine in a process that a test can stop and kill, told what to do by lines of JSON.
+
+Run as a module it is the process that such engines are forked from: it has imported vLLM once.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import faulthandler
+import functools
 import json
+import os
 import queue
+import select
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tests.alone import environment_with_tests
-from tests.e2e.engine import MAX_TOKENS, Engine, Tokens
+from tests.e2e.engine import MAX_TOKENS, Engine, Tokens, end_with_parent, preload
+from tests.node.networks import enter
 from vllm_ssdkv.node.client import awaited_chains
 
 KV_TOKENS = 16384
@@ -30,6 +43,57 @@ LEASE_S = 3.0
 """Of the node that tests share."""
 
 
+class Forked:
+    """A process that somebody else has forked."""
+
+    def __init__(self, pid: int) -> None:
+        self._descriptor = os.pidfd_open(pid)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal, if it runs."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, number)  # type: ignore[attr-defined]
+
+    def kill(self) -> None:
+        """Kill it, if it runs."""
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        if not select.select([self._descriptor], [], [], PATIENCE_S)[0]:
+            raise TimeoutError("a process that was killed does not end")
+
+
+class Forks:
+    """The process that engines are forked from. It ends with this one, and they with it."""
+
+    def __init__(self) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="ssdkv-forks-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(PATIENCE_S)
+        self._lock = threading.Lock()
+        with theirs:
+            subprocess.Popen(
+                [sys.executable, "-P", "-m", "tests.e2e.node_engine", str(theirs.fileno())],
+                env=environment_with_tests(folder),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+
+    def fork(self, order: Mapping[str, object], *files: int) -> Forked:
+        """Have an engine forked, with these files as its standard input, output and error."""
+        with self._lock:
+            socket.send_fds(self._control, [json.dumps(order).encode()], files)
+            return Forked(int(self._control.recv(64)))
+
+
+@functools.cache
+def forks() -> Forks:
+    """The one of this process."""
+    return Forks()
+
+
 class EngineProcess:
     """One engine, all of it in one process of its own."""
 
@@ -38,7 +102,7 @@ class EngineProcess:
         model: Path,
         ssdkv: Mapping[str, object],
         log: Path,
-        inside: Sequence[str] = (),
+        namespace: str | None = None,
         **engine: object,
     ):
         """
@@ -46,29 +110,32 @@ class EngineProcess:
             model: Its directory.
             ssdkv: Options of the connector.
             log: File that gets what the engine says.
-            inside: Command that starts the process, such as one that enters a namespace.
+            namespace: Network namespace that it runs in, if not in this one.
             engine: Further arguments of :class:`Engine`, of JSON.
         """
         given = {"kv_tokens": KV_TOKENS, "enable_prefix_caching": False, **engine}
-        order = json.dumps({"model": str(model), "ssdkv": dict(ssdkv), "engine": given})
+        order = {
+            "model": str(model),
+            "ssdkv": dict(ssdkv),
+            "engine": given,
+            "namespace": namespace,
+        }
+        orders, to_it = os.pipe()
+        from_it, said = os.pipe()
+        self._orders, self._said = os.fdopen(to_it, "w"), os.fdopen(from_it)
         with log.open("ab") as file:
-            self.process = subprocess.Popen(
-                [*inside, sys.executable, "-P", "-m", "tests.e2e.node_engine", order],
-                env=environment_with_tests(log.parent),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                text=True,
-            )
+            self.process = forks().fork(order, orders, said, file.fileno())
+        os.close(orders)
+        os.close(said)
         self._log = log
         self._results: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("RESULT "):
-                self._results.put(line.removeprefix("RESULT "))
+        with self._said:
+            for line in self._said:
+                if line.startswith("RESULT "):
+                    self._results.put(line.removeprefix("RESULT "))
         self._results.put(None)
 
     def __enter__(self) -> EngineProcess:
@@ -86,12 +153,13 @@ class EngineProcess:
         """Kill it, and wait for its end."""
         self.process.kill()
         self.process.wait()
+        with contextlib.suppress(BrokenPipeError):  # an order that it did not read
+            self._orders.close()
 
     def order(self, **what: Any) -> None:  # noqa: ANN401 - JSON
         """Give it something to do."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(what) + "\n")
-        self.process.stdin.flush()
+        self._orders.write(json.dumps(what) + "\n")
+        self._orders.flush()
 
     def result(self, patience_s: float = PATIENCE_S) -> Any:  # noqa: ANN401 - JSON
         """Take the result of the oldest order that was not asked for yet.
@@ -150,10 +218,11 @@ class EngineProcess:
         self.process.send_signal(signal.SIGCONT)
 
 
-def main() -> None:
+def serve(given: Mapping[str, Any]) -> None:
     """Carry out orders until there are no more."""
     faulthandler.register(signal.SIGUSR1)
-    given = json.loads(sys.argv[1])
+    if given["namespace"] is not None:
+        enter(given["namespace"])
     with Engine(Path(given["model"]), ssdkv=given["ssdkv"], **given["engine"]) as engine:
         for line in sys.stdin:
             order = json.loads(line)
@@ -178,6 +247,50 @@ def main() -> None:
             # One write: `print` lets a log record of another thread in before the end of the line.
             sys.stdout.write(f"RESULT {json.dumps(result)}\n")
             sys.stdout.flush()
+
+
+def forked(order: bytes, files: Sequence[int]) -> None:
+    """A new process: an engine, and its end."""
+    code = 1
+    try:
+        end_with_parent()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+            os.close(file)
+        serve(json.loads(order))
+        code = 0
+    except BaseException:  # noqa: BLE001 - the log has it
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def reap(*_: object) -> None:
+    """Let engines that have ended go."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def main() -> None:
+    """Fork an engine for each order, until nobody is there to give one."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    preload()
+    sys.stdout.flush()  # or each engine would say the same again
+    signal.signal(signal.SIGCHLD, reap)
+    while True:
+        order, files, *_ = socket.recv_fds(control, 1 << 20, 3)
+        if not order:
+            return
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            forked(order, files)
+        for file in files:
+            os.close(file)
+        control.send(str(pid).encode())
 
 
 if __name__ == "__main__":

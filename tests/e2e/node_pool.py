@@ -213,7 +213,7 @@ class Pool:
         options = dict(self._options[number])
         own = options.pop("engine", {})
         assert isinstance(own, dict)
-        return EngineProcess(self._model, options, log, (), **{**self._engine, **own})
+        return EngineProcess(self._model, options, log, **{**self._engine, **own})
 
     def replace(self, number: int) -> None:
         """Start an engine again that was killed."""

@@ -25,7 +25,7 @@ import openai
 import pytest
 from openai.types import Batch
 
-from tests.batch.hostile import MIB, Siege, memory_of
+from tests.batch.hostile import MIB, Siege
 
 START_S = 420.0
 DEADLINE_S = 600.0
@@ -153,18 +153,27 @@ class Server:
             api_key=key, base_url=f"{self.url}/v1", max_retries=0, timeout=DEADLINE_S
         )
 
-    def metric(self, name: str, **labels: str) -> float:
-        """Sum of a metric, over the labels that are not given."""
+    def metrics(self) -> list[str]:
+        """Lines of the page of metrics."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
-            lines = answer.read().decode().splitlines()
-        found = [
-            float(line.rpartition(" ")[2])
-            for line in lines
-            if line.partition("{")[0].partition(" ")[0] == f"vllm:{name}"
-            and all(f'{label}="{value}"' in line for label, value in labels.items())
-        ]
-        assert found, name
-        return sum(found)
+            page: bytes = answer.read()
+        return page.decode().splitlines()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a metric now; see :func:`total`."""
+        return total(self.metrics(), name, **labels)
+
+
+def total(metrics: list[str], name: str, **labels: str) -> float:
+    """Sum of a metric on a page, over the labels that are not given."""
+    found = [
+        float(line.rpartition(" ")[2])
+        for line in metrics
+        if line.partition("{")[0].partition(" ")[0] == f"vllm:{name}"
+        and all(f'{label}="{value}"' in line for label, value in labels.items())
+    ]
+    assert found, name
+    return sum(found)
 
 
 @pytest.fixture(scope="module")
@@ -425,17 +434,20 @@ def test_users_find_kv_beside_batches(server: Server) -> None:
     batch = begin(client, completions([body(100) for _ in range(8)]))
     batch = wait(client, batch, lambda b: completed(b) >= 1)
     with ThreadPoolExecutor(1) as pool:
-        waited: list[float] = []
+        waited: dict[float, float] = {}
+        """Requests that wait, by the number of the step after which the engine said so."""
         for _ in range(2):
             asked = pool.submit(client.completions.create, **body(4))
             while not asked.done():
-                waited.append(server.metric("num_requests_waiting_by_reason", reason="capacity"))
+                page = server.metrics()
+                step = total(page, "iteration_tokens_total_count")
+                waited[step] = total(page, "num_requests_waiting_by_reason", reason="capacity")
                 assert server.metric("ssdkv_batch_requests_running") <= 2
                 time.sleep(0.05)
             assert asked.result().usage is not None
     assert completed(client.batches.retrieve(batch.id)) < 8, "batches ran beside them"
     # Between two steps it may be seen in the queue once.
-    assert sum(waited) <= 2
+    assert sum(waited.values()) <= 2
     batch = wait(client, batch, lambda b: b.status == "completed")
     assert completed(batch) == 8
 
@@ -447,7 +459,7 @@ def test_keys_that_mean_no_good_cost_others_nothing(server: Server, batch_second
     client = server.client(KEYS[2])
     wait(client, begin(client, completions([{"model": "tiny", "prompt": "hello"}])), ended)
     scale = 16 if batch_seconds >= 60 else 2
-    siege = Siege(server.url, KEYS, lambda: memory_of(server.session), 1, scale)
+    siege = Siege(server.url, KEYS, server.session, 1, scale)
     seen = siege.run(batch_seconds)
     first, most, last = (held / MIB for held in (seen.memory[0], max(seen.memory), seen.memory[-1]))
     told = (
@@ -458,7 +470,7 @@ def test_keys_that_mean_no_good_cost_others_nothing(server: Server, batch_second
     print(told)
     # Ten minutes reached 1.55 s and 370 MiB: docs/performance.md has the aims, and why not.
     is_long = batch_seconds >= 60
-    assert max(seen.latency) < (2.0 if is_long else 1.0), told
+    assert max(seen.latency if is_long else seen.own) < (2.0 if is_long else 1.0), told
     assert most < first + (450 if is_long else 300), told
     assert len(seen.honest) >= 1
     assert sum(seen.done.values()) > batch_seconds / 3

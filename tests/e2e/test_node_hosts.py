@@ -54,9 +54,8 @@ def test_tokens_of_an_engine_whose_network_goes(
         "verify_hits": 0,
         "io": {"deadline": 3.0},
     }
-    inside = ("ip", "netns", "exec", there.namespace)
     try:
-        with EngineProcess(models["llama"], options, root / "far.log", inside=inside) as engine:
+        with EngineProcess(models["llama"], options, root / "far.log", there.namespace) as engine:
             assert engine.answers(FIRST) == [(tokens, 0) for tokens in wanted[0]]
             found = [whole(prompt) for prompt in FIRST]
             assert engine.answers(FIRST) == list(zip(wanted[0], found, strict=True))

@@ -200,12 +200,11 @@ def test_a_drive_that_hangs_costs_one_deadline_and_no_token(pressed: Pressed) ->
     pressed.assert_clean()
 
 
-def test_a_drive_that_fails_when_its_partner_is_gone(pressed: Pressed) -> None:
+def test_a_drive_that_fails_with_its_partner(pressed: Pressed) -> None:
     """No copy is left of what both held: those requests are computed again."""
     pressed.max_tokens = SHORT
-    pressed.run(
-        list(LONG), pressed.once_decoding(lambda: pressed.faults({"kind": "eio", "device": 2}))
-    )
+    both = [{"kind": "eio", "device": device} for device in (2, 3)]
+    pressed.run(list(LONG), pressed.once_decoding(lambda: pressed.faults(*both)))
     assert pressed.count("device_lost", device=pressed.paths[2]) == 1
     assert pressed.count("recomputed_requests") > 0
     pressed.faults()

@@ -108,7 +108,7 @@ def test_two_ranks_that_choose(
             "summaries": "8MiB",
             "token_order": "keys",
         },
-        io={"staging": "4MiB", "fault_file": str(control)},
+        io={"staging": "4MiB", "deadline": 2.0, "fault_file": str(control)},
     )
     with Engine(
         models["llama"],
@@ -133,9 +133,10 @@ def test_two_ranks_that_choose(
         assert engine.ssdkv("sparse_selections") == 8 * 3 * (MAX_TOKENS - 1)
         assert engine.ssdkv("sparse_pages_fetched", tier="ssd") > 0
         assert engine.ssdkv("recomputed_requests") == 0
-        control.write_text(json.dumps([{"kind": "eio", "device": 1}]))
+        control.write_text(json.dumps([{"kind": "stall", "device": 1, "seconds": 60.0}]))
         assert ask() == wanted
         assert engine.ssdkv("device_lost", device=places[1]["path"]) > 0
+        control.write_text("[]")
 
 
 def test_two_ranks_whose_contexts_the_host_attends_to(
@@ -158,7 +159,7 @@ def test_two_ranks_whose_contexts_the_host_attends_to(
         replicas=2,
         encryption={"key_file": str(key)},
         offload={"kind": "host", "threads": 1, "share": 1.0},
-        io={"staging": "4MiB", "fault_file": str(control)},
+        io={"staging": "4MiB", "deadline": 2.0, "fault_file": str(control)},
     )
     with Engine(
         models["llama"],
@@ -172,10 +173,11 @@ def test_two_ranks_whose_contexts_the_host_attends_to(
         assert [a.tokens for a in engine.answers(prompts)] == wanted
         assert engine.ssdkv("offload_in_use") == 2
         assert engine.ssdkv("offload_steps", by="device") > 0
-        control.write_text(json.dumps([{"kind": "eio", "device": 1}]))
+        control.write_text(json.dumps([{"kind": "stall", "device": 1, "seconds": 60.0}]))
         before = engine.ssdkv("offload_tickets")
         assert [a.tokens for a in engine.answers(prompts)] == wanted
         assert engine.ssdkv("device_lost", device=places[1]["path"]) > 0
+        control.write_text("[]")
         assert engine.ssdkv("recomputed_requests") == 0
         assert engine.ssdkv("offload_tickets") > before
         assert engine.ssdkv("offload_in_use") == 2

@@ -29,6 +29,15 @@ def _run(*command: str) -> None:
         raise OSError(f"{' '.join(command)}: {ended.stderr.strip()}")
 
 
+def enter(namespace: str) -> None:
+    """Move this thread to the host with this network namespace."""
+    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
+    failed = ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET)
+    os.close(descriptor)
+    if failed:
+        raise OSError(ctypes.get_errno(), "setns")
+
+
 @dataclass(frozen=True)
 class Host:
     """One network namespace.
@@ -49,7 +58,7 @@ class Host:
 
         def inside() -> None:
             try:
-                self._enter()
+                enter(self.namespace)
                 results.append(work())
             except BaseException as error:  # noqa: BLE001
                 errors.append(error)
@@ -60,14 +69,6 @@ class Host:
         if errors:
             raise errors[0]
         return results[0]
-
-    def _enter(self) -> None:
-        """Move this thread to this host."""
-        descriptor = os.open(f"/run/netns/{self.namespace}", os.O_RDONLY | os.O_CLOEXEC)
-        failed = ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET)
-        os.close(descriptor)
-        if failed:
-            raise OSError(ctypes.get_errno(), "setns")
 
     def command(self, *command: str) -> None:
         """Run a program on this host."""

@@ -233,8 +233,8 @@ class StoreRig:
     def forgive(self) -> None:
         """Devices start with a clean record, for the next example of a property."""
         health = self.files.health
-        health._wrong = [0.0] * len(health.paths)
-        health._in_a_row = [0] * len(health.paths)
+        health._devices = [type(device)() for device in health._devices]
+        health.any_writes_paused = False
 
     def place(self, slot: int, offset: int, copy: int = 0) -> tuple[int, int]:
         """Device and offset in its file of one byte of a slot."""
@@ -437,6 +437,7 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         block_tokens: int = BLOCK_TOKENS,
         faulty: bool = True,
         summarizer: SummaryBuilder | None = None,
+        keeps: bool = False,
     ) -> StoreRig:
         if placement is None:
             placement = striped(geometry, weights or [1.0] * devices, slots, replicas)
@@ -509,6 +510,7 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
             summarizer=summarizer or (Tails(geometry) if geometry.tail_pages else None),
             scrub_rate=scrub_rate,
             stretches=None if plain is None else plain.stretches(),
+            keeps_unwritten=keeps,
         )
         if channels == "hbm" and geometry.channel_pages:
             tokens = block_tokens // geometry.groups

@@ -129,9 +129,11 @@ METRICS: Final[tuple[Metric, ...]] = (
         "stores_skipped",
         "blocks",
         "Blocks not stored: the write buffer was full, no slot could be had, the admission filter "
-        "had not seen them often enough, a daily write budget was used up, or the node did not "
-        "answer.",
-        Label("cause", ("write_buffer", "store_full", "admission", "budget", "node")),
+        "had not seen them often enough, a daily write budget was used up, writes are paused, or "
+        "the node did not answer.",
+        Label(
+            "cause", ("write_buffer", "store_full", "admission", "budget", "writes_paused", "node")
+        ),
         combine="max",
     ),
     counter(
@@ -259,7 +261,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "errors",
         "Errors that nothing foresaw, in threads that write and load: what was under way failed, "
         "the thread goes on. The log has the first of each minute.",
-        Label("thread", ("writer", "loader", "node")),
+        Label("thread", ("writer", "loader", "prober", "node")),
     ),
     counter("io_deadline_exceeded", "batches", "I/O batches not complete at their deadline."),
     counter("checksum_failures", "pages", "Pages whose data does not match their checksum or tag."),
@@ -313,7 +315,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "device_returned",
         "times",
-        "Times that a rank took the device, of a node that was gone, into service again.",
+        "Times that a rank took the device into service again after it had been out.",
         _DEVICE,
     ),
     counter(
@@ -398,6 +400,14 @@ METRICS: Final[tuple[Metric, ...]] = (
         "1 while the device is in service, 0 once any rank has taken it out.",
         _DEVICE,
         combine="min",
+    ),
+    gauge(
+        "writes_paused",
+        "0 or 1",
+        "1 while a rank writes nothing to the device, which has no room, is read-only or fails; "
+        "what it holds is read all the same.",
+        _DEVICE,
+        combine="max",
     ),
     gauge(
         "device_share",

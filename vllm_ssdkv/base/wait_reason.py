@@ -19,7 +19,7 @@ class WaitReason(Enum):
     ADAPTER = (
         "adapter",
         "both",
-        "The workers may hold its LoRA adapter, and have not told of its weights yet.",
+        "The workers may hold its LoRA adapter, and have still to tell of its weights.",
         "They tell, or three steps have passed.",
         "none",
     )
@@ -33,7 +33,7 @@ class WaitReason(Enum):
     HBM = (
         "hbm",
         "reuse",
-        "HBM has no room for its hit beside hits that are loaded and do not run yet (models with "
+        "HBM has no room for its hit beside hits that are loaded and still to run (models with "
         "sliding windows or states).",
         "Requests that run give blocks back.",
         "more KV memory, lower `--max-num-seqs`",
@@ -83,6 +83,15 @@ class WaitReason(Enum):
         "being written.",
         "Other requests end, or writes do.",
         "raise capacities, lower `--max-num-seqs`",
+    )
+    WRITES_PAUSED = (
+        "writes_paused",
+        "page",
+        "Writes to a device are paused: its file system has no room or is read-only, or they fail. "
+        "What the request computes could not be kept.",
+        "A write succeeds, which is tried after 1 s, then 2 s, up to 60 s; or nothing has run for "
+        "60 s: the engine goes on without the device, or stops if there is no other.",
+        "free space on the device, or replace it",
     )
     SEATS = (
         "seats",

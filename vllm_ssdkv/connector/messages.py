@@ -307,7 +307,9 @@ class RankReport:
     """Requests whose context could not be read this step; they must be computed again."""
     lost_devices: list[int] = field(default_factory=list)
     returned_devices: list[int] = field(default_factory=list)
-    """Devices on nodes that are in use again; comes behind ``lost_devices``."""
+    """Devices that are in use again; comes behind ``lost_devices``."""
+    writing: list[tuple[int, float]] = field(default_factory=list)
+    """Devices whose writes are paused, and seconds until they are tried again; 0: they go on."""
     speeds: list[tuple[int, float]] = field(default_factory=list)
     """Devices, and the share of its weight that each of them is worth from now on."""
     loads: list[LoadTime] = field(default_factory=list)
@@ -356,6 +358,7 @@ class RankReport:
             or self.poisoned
             or self.lost_devices
             or self.returned_devices
+            or self.writing
             or self.speeds
             or self.loads
             or self.steps

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Collection, Sequence
+from typing import Final, Protocol
+
+from vllm_ssdkv.base.errors import StoreFailedError
 
 logger = logging.getLogger(__name__)
+
+_SCHEDULER: Final = -1
+"""Rank of a device that the scheduler has given up; it does not return."""
 
 
 class WeightedPlacement(Protocol):
@@ -59,6 +64,28 @@ class DeviceWeights:
         self._rebalancer.step()
         logger.error("ssdkv: %d stored blocks on %s are out of reach", masked, self.paths[device])
 
+    def leave(self, devices: Collection[int]) -> None:
+        """Use devices no more until restart: nothing can be written to them, and requests need
+        what they compute. Takes time that grows with the store.
+
+        Raises:
+            StoreFailedError: there would be none left.
+        """
+        paths = ", ".join(self.paths[device] for device in sorted(devices))
+        others = {device for device, weight in enumerate(self._weights) if weight}
+        if not others - set(devices) - self._lost.keys():
+            raise StoreFailedError(
+                f"nothing can be written to {paths}, and there is no other device: free space "
+                "there, or replace what fails, and restart"
+            )
+        for device in sorted(devices):
+            logger.error(
+                "ssdkv: device %s is out of use until restart: nothing can be written to it, and "
+                "no request can run",
+                self.paths[device],
+            )
+            self.mark_lost(device, _SCHEDULER)
+
     def mark_returned(self, device: int, rank: int) -> None:
         """A device is in use again for a rank; for the store when all ranks have it.
         Takes time that grows with the store, then."""
@@ -75,6 +102,11 @@ class DeviceWeights:
             self.paths[device],
             found,
         )
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Devices out of use."""
+        return frozenset(self._lost)
 
     @property
     def may_return(self) -> bool:

@@ -11,7 +11,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from uuid import UUID, uuid4
@@ -57,6 +57,7 @@ from vllm_ssdkv.store.integrity.cipher import CipherCodec
 from vllm_ssdkv.store.integrity.key_source import read_key
 from vllm_ssdkv.store.integrity.page_verification import PageSampler
 from vllm_ssdkv.store.integrity.slot_codec import ChecksumCodec, SlotCodec
+from vllm_ssdkv.store.io.device_prober import Identity
 from vllm_ssdkv.store.io.engines.open import open_engine
 from vllm_ssdkv.store.io.slot_io import SlotIO
 from vllm_ssdkv.store.location import Location, choose_state, locate
@@ -417,9 +418,7 @@ def open_rank(
     )
     present = manifest.present()
     paths = [device.path for device in present]
-    for path in set(place.paths) - set(paths):
-        counters.add("device_lost", 1, device=path)
-        counters.set("device_state", 0, device=path)
+    _count_missing(set(place.paths) - set(paths), counters)
     with ExitStack() as stack:
         opened = _open_devices(place, manifest, rank, counters, stack, remote)
         arena = memory(plan.nbytes)
@@ -439,9 +438,7 @@ def open_rank(
         stack.callback(engine.close, deadline)
         arena.populate()
         absent = range(len(present), len(manifest.devices))
-        health = DeviceHealth(
-            paths, deadline, counters, absent=absent, returning=remote is not None
-        )
+        health = DeviceHealth(paths, deadline, counters, absent=absent)
         speed = ThroughputEstimator(paths, [device.weight for device in present])
         files = SlotIO(
             geometry,
@@ -459,7 +456,10 @@ def open_rank(
         if remote is not None:
             remote.watch(health)
         capacities = tuple(device.capacity for device in present)
-        found = OpenStore(files, opened, arena, plan, manifest.numbers, capacities, place.key_id)
+        known = _identities(opened) if remote is None else {}
+        found = OpenStore(
+            files, opened, arena, plan, manifest.numbers, capacities, known, place.key_id
+        )
         stack.pop_all()
     return found
 
@@ -515,17 +515,32 @@ def _open_devices(
     return tuple(opened)
 
 
+def _count_missing(paths: Collection[str], counters: Counters) -> None:
+    """Count devices that the store is opened without."""
+    for path in paths:
+        counters.add("device_lost", 1, device=path)
+        counters.set("device_state", 0, device=path)
+
+
+def _identities(opened: Sequence[OpenDevice]) -> dict[int, Identity]:
+    """UUIDs in the superblocks of data files, by device."""
+    found = {}
+    for number, device in enumerate(opened):
+        block = read_superblock(device)
+        if block is None:
+            raise StoreError(f"{device.path} has lost its superblock while it was opened")
+        found[number] = Identity(block.store, block.device)
+    return found
+
+
 def _volumes(
     opened: Sequence[OpenDevice], paths: Sequence[str], placement: Placement
 ) -> list[RemoteVolume]:
     """Bytes that remote devices have elsewhere."""
     found = []
-    for index, (device, path) in enumerate(zip(opened, paths, strict=True)):
-        block = read_superblock(device)
-        if block is None:
-            raise StoreError(f"{device.path} has lost its superblock while it was opened")
+    for index, identity in _identities(opened).items():
         nbytes = max(PAGE_ALIGN, placement.device_bytes(index) - SUPERBLOCK_BYTES)
-        found.append(RemoteVolume(path, block.device, round_up(nbytes, PAGE_ALIGN)))
+        found.append(RemoteVolume(paths[index], identity.device, round_up(nbytes, PAGE_ALIGN)))
     return found
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from vllm_ssdkv.base.sizes import approximate_size
 from vllm_ssdkv.store.devices.data_device import OpenDevice
 from vllm_ssdkv.store.integrity.cipher import libcrypto_version
+from vllm_ssdkv.store.io.device_prober import Identity
 from vllm_ssdkv.store.io.slot_io import SlotIO
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.memory.memory_plan import MemoryPlan
@@ -24,6 +26,8 @@ class OpenStore:
     num_slots: int
     """Slot numbers are below this."""
     capacities: tuple[int, ...]
+    identities: Mapping[int, Identity]
+    """Of the devices whose superblocks are in their data files here, by number."""
     key_id: bytes
 
     def describe(self) -> list[str]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from vllm_ssdkv.store.format.slot_header_batch import key_rows
 from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
 from vllm_ssdkv.store.io.async_verifier import AsyncVerifier
 from vllm_ssdkv.store.io.buffer_pool import BufferPool
+from vllm_ssdkv.store.io.device_prober import DeviceProber, Identity
 from vllm_ssdkv.store.io.slot_io import SlotIO
 from vllm_ssdkv.store.maintenance.scrubber import Scrubber
 from vllm_ssdkv.store.memory.arena import Arena
@@ -73,11 +75,14 @@ class TieredStore:
         scrub_rate: int | None = None,
         mends: bool = False,
         stretches: _io.Stretches | None = None,
+        identities: Mapping[int, Identity] = MappingProxyType({}),
+        keeps_unwritten: bool = False,
     ):
         """``summarizer``: for slots with a tail, and for no others. ``scrub_rate``: bytes per
         second; the plan has memory for it. None: no scrub. ``mends``: suspect copies are mended
         in any case; the plan has memory for that, too. ``stretches``: what ``copy_in`` copies,
-        where plain copies are all that it does."""
+        where plain copies are all that it does. ``identities`` as in :class:`OpenStore`;
+        ``keeps_unwritten`` as ``keeps`` in :class:`Flusher`."""
         geometry = files.geometry
         self.files = files
         self.arena = arena
@@ -152,7 +157,17 @@ class TieredStore:
         self._used = time.monotonic()
         self._scrubber: Scrubber | None = None
         with ExitStack() as stack:  # last, since these are threads
-            self._writer = Flusher(files, self.frames, self._seals, images, summarizer, trimmer)
+            self._prober = DeviceProber(files, arena, plan.probe_offset, identities)
+            stack.callback(self._prober.close, files.deadline_s)
+            self._writer = Flusher(
+                files,
+                self.frames,
+                self._seals,
+                images,
+                summarizer,
+                trimmer,
+                keeps=keeps_unwritten,
+            )
             stack.callback(self._writer.close, files.deadline_s)
             self._loader = PrefixLoader(
                 files, self.frames, self._seals, headers, copy_in, block_tokens, stretches
@@ -605,6 +620,7 @@ class TieredStore:
         ``read_elsewhere``, is leaked, not freed."""
         timeout = self.files.deadline_s
         ended = self._scrubber is None or self._scrubber.close(timeout)
+        ended = self._prober.close(2 * timeout) and ended
         ended = self._writer.close(timeout) and ended
         for loader in (self._loader, *self._more_loaders):
             ended = loader.close(timeout) and ended

@@ -18,6 +18,7 @@ from tests.connector.simulation import CHUNK, WINDOW, Simulation
 from tests.connector.symbols import answer
 from vllm_ssdkv.base.errors import StoreFailedError
 from vllm_ssdkv.connector.messages import RankReport
+from vllm_ssdkv.connector.scheduler import context_recovery, scheduler
 from vllm_ssdkv.store.index.journal import Journal
 from vllm_ssdkv.store.index.slot_index import SlotIndex
 
@@ -215,7 +216,10 @@ def test_page_mode_starts_again_when_a_block_was_not_held(page: Make) -> None:
     assert run.ours.counters.total("recomputed_requests", cause="context") == 1
 
 
-def test_page_mode_gives_up_where_nothing_can_be_held(page: Make) -> None:
+def test_page_mode_gives_up_where_nothing_can_be_held(
+    page: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context_recovery, "LOST_S", 0.0)
     run = page(slots=60)
     run.add("a", prompt(100), 20)
     run.ranks[0].no_frames = 1000
@@ -414,7 +418,9 @@ def test_a_store_too_small_to_spare_a_slow_device_does_not(page: Make) -> None:
     assert run.rebalancer.weights == [1.0, 1.0]
 
 
-def test_a_store_that_can_serve_nobody_says_so(page: Make) -> None:
+def test_a_store_that_can_serve_nobody_says_so(page: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When nobody waits any more for the device to come back."""
+    monkeypatch.setattr(scheduler, "RETURN_S", 0.0)
     run = page(slots=20)
     run.lose_device(1)
     run.add("a", prompt(20), 4)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 
-from tests.connector.events import begin, end, prompt, stored
+from tests.connector.events import begin, end, hits, prompt, stored
 from tests.connector.simulation import SEATS, Simulation, engine_config
 from tests.e2e.models import make_llama
 from vllm_ssdkv.base.errors import StoreFailedError
@@ -161,6 +161,23 @@ def elsewhere(configs: Configs) -> Simulation:
     return run
 
 
+def paused(configs: Configs, mode: str = "page", **options: int) -> Simulation:
+    """A rank has told that a device takes no writes, which is tried again in an hour."""
+    run = Simulation(configs[mode], slots=60, hbm_blocks=60, **options)
+    run.ranks[0].report.writing.append((0, 3600.0))
+    run.add("tells", prompt(20), 4)
+    run.run()
+    return run
+
+
+def writes_paused(configs: Configs) -> Simulation:
+    run = paused(configs)
+    run.add("waits", prompt(100, 1), 4)
+    steps(run, 5)
+    run.ranks[0].report.writing.append((0, 0.0))
+    return run
+
+
 SITUATIONS: dict[WaitReason, Callable[[Configs], Simulation]] = {
     WaitReason.ADAPTER: adapter,
     WaitReason.DIGEST: digest,
@@ -171,6 +188,7 @@ SITUATIONS: dict[WaitReason, Callable[[Configs], Simulation]] = {
     WaitReason.ELSEWHERE: elsewhere,
     WaitReason.NEW_SLOTS: new_slots,
     WaitReason.SLOTS: slots,
+    WaitReason.WRITES_PAUSED: writes_paused,
     WaitReason.SEATS: seats,
 }
 BESIDE = {WaitReason.HBM_TURN: WaitReason.HBM}
@@ -199,18 +217,68 @@ def test_a_wait_is_counted_once_and_ends(all_configs: Configs, reason: WaitReaso
     end(run, *(name for name in run.requests if not name.startswith("stored")))
 
 
-def test_slots_that_never_come_end_the_engine(
-    all_configs: Configs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slots_that_never_come_end_the_engine(all_configs: Configs) -> None:
     """The manifest, for which they wait, cannot be saved."""
     run = new_slots(all_configs)
     run.manifest.late = True
     steps(run, 2)
-    monkeypatch.setattr(page_admission, "NEW_SLOTS_DEADLINE_S", 0.0)
+    run.pace.now += page_admission.NEW_SLOTS_DEADLINE_S
+    steps(run, 2)
+    run.pace.now += 1.0
     with pytest.raises(
         StoreFailedError, match=r"new slots since .* be saved: store\.json: of a test"
     ):
         run.step()
+
+
+def test_writes_that_never_go_on_cost_the_device_or_end_the_engine(
+    all_configs: Configs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that nothing else runs beside waits for a minute."""
+    run = paused(all_configs)
+    devices = len(run.rebalancer.weights)
+    assert devices > 1
+    run.add("waits", prompt(100, 1), 4)
+    steps(run, 5)
+    assert not run.delivered["waits"]
+    monkeypatch.setattr(page_admission, "WRITES_DEADLINE_S", 0.0)
+    run.run()
+    assert run.finished >= {"waits"}, "it goes on with the other devices"
+    path = run.ours._parts.weights.paths[0]
+    assert run.ours.counters.total("device_lost", device=path) == 1
+    run.ranks[0].report.writing += [(device, 3600.0) for device in range(1, devices)]
+    run.add("tells again", prompt(20, 2), 4)
+    steps(run, 3)
+    run.add("waits for ever", prompt(20, 3), 4)
+    with pytest.raises(StoreFailedError, match=r"nothing can be written to .* no other device"):
+        steps(run, 10)
+
+
+def test_reuse_stores_nothing_while_nothing_can_be_written(all_configs: Configs) -> None:
+    """Then one block shows that there is room again, and hits are served all the time."""
+    run = Simulation(all_configs["reuse"], slots=60, hbm_blocks=60)
+    stored(run, prompt(40), prompt(40, 9))
+    devices = range(len(run.rebalancer.weights))
+    run.ranks[0].report.writing += [(device, 3600.0) for device in devices]
+    run.add("tells", prompt(40), 2)
+    run.run()
+    counters, ready = run.ours.counters, run.index.gauges()["ready"]
+    run.add("not stored", prompt(100, 1), 2)
+    run.add("a hit", [*prompt(40, 9), 7], 2)
+    run.run()
+    assert run.index.gauges()["ready"] == ready
+    assert counters.total("stores_skipped", cause="writes_paused") > 0
+    assert hits(run, "a hit")
+    # The pause is over: the next block is the trial, alone.
+    run.ranks[0].report.writing += [(device, 1e-6) for device in devices]
+    run.add("tries", prompt(100, 2), 2)
+    steps(run, 2)
+    assert len(run.ours._parts.slots.writing) <= 1
+    run.ranks[0].report.writing += [(device, 0.0) for device in devices]
+    run.run()
+    run.add("stored", prompt(100, 3), 2)
+    run.run()
+    assert run.index.gauges()["ready"] > ready + 3
 
 
 def test_who_is_given_up_while_it_waits_is_forgotten(all_configs: Configs) -> None:

@@ -105,8 +105,8 @@ class ScriptedNode:
             frame = channel.receive(WAIT_S)
             assert isinstance(frame.message, Hello)
             connection = Connection(self, channel, frame.message)
+            self.connections.append(connection)  # who is welcome knows that it can be cut off
             self._welcome(connection, frame.call_id)
-            self.connections.append(connection)
             while True:
                 self._take(connection, channel.receive(WAIT_S))
         except NodeError:

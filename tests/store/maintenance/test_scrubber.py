@@ -25,6 +25,7 @@ from tests.store.conftest import (
     until,
 )
 from vllm_ssdkv.store import tiered_store
+from vllm_ssdkv.store.devices.health import CONDEMN_S, FAILURES_TO_CONDEMN
 from vllm_ssdkv.store.format import slot_geometry
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.io.buffer_pool import BufferPool
@@ -240,10 +241,16 @@ def test_the_writer_knows_what_it_writes(make_store: MakeStore) -> None:
 
 
 @pytest.mark.parametrize("failures", [1, 2])
-def test_unreadable_twice_is_bad_and_once_is_not(
+def test_unreadable_again_and_again_is_bad_and_once_is_not(
     rig: StoreRig, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
     """Its header could be read: that says whose report it is."""
+    health, slot = rig.files.health, array([5])
+    if failures == 2:  # loads have tried it before, and long ago
+        for _ in range(FAILURES_TO_CONDEMN):
+            health.give_up(slot)
+        now = health.clock()
+        monkeypatch.setattr(health, "clock", lambda: now + CONDEMN_S)
     left = failures
     finish = VerifiedRead.finish
 
@@ -341,7 +348,7 @@ def test_old_headers_of_free_slots_accuse_nobody(
         until(lambda: rig.total("scrub_bytes") > before + 40 * geometry.slot_bytes, "some passes")
         assert scrubber.take_bad(), "the scheduler knows better"
     assert faults(rig) == [0, 0, 0]
-    assert rig.files.health._wrong == [0.0] * 4
+    assert [device.wrong for device in rig.files.health._devices] == [0.0] * 4
     assert not rig.files.health.quarantined
 
 

@@ -16,6 +16,8 @@ from vllm_ssdkv.base.sizes import MIB, parse_size
 from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, SlotGeometry
 from vllm_ssdkv.store.memory.memory_plan import (
     MIN_FRAMES,
+    PROBE_BYTES,
+    PROBES,
     STAGING,
     FrameRuns,
     MemoryPlan,
@@ -95,8 +97,9 @@ def test_staging_that_is_given_is_named_where_it_is_used() -> None:
 
 
 def test_opaque_slots_need_no_staging() -> None:
-    plan = MemoryPlan(OPAQUE, 10 * OPAQUE.slot_bytes, 1 << 30)
-    assert (plan.frame_offset, plan.frames) == (0, 10)
+    probes = PROBES * PROBE_BYTES
+    plan = MemoryPlan(OPAQUE, probes + 10 * OPAQUE.slot_bytes, 1 << 30)
+    assert (plan.frame_offset, plan.frames) == (probes, 10)
 
 
 def test_what_contexts_can_use_goes_to_choosing_and_the_rest_to_frames() -> None:

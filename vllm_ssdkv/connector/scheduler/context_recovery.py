@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Final
 
 from vllm.v1.request import RequestStatus
@@ -12,7 +14,10 @@ from vllm_ssdkv.connector.scheduler.request_state import RequestState
 
 MAX_RECOMPUTATIONS: Final = 8
 """A request whose context was lost this often, and that got no further between, is not helped by
-one more try."""
+one more try, unless that was within :data:`LOST_S`."""
+
+LOST_S = 30.0
+"""Seconds for which contexts may be lost: a device whose reads fail is out of use by then."""
 
 
 class ContextRecovery:
@@ -23,11 +28,13 @@ class ContextRecovery:
             preempts them; None in reuse mode, where nothing is sent back.
     """
 
-    def __init__(self, counters: Counters):
+    def __init__(self, counters: Counters, clock: Callable[[], float] = time.monotonic):
+        """``clock``: monotonic seconds."""
+        self._clock = clock
         self.manager: TieredManager | None = None
         self._counters = counters
-        # How often a request's context was lost in a row, and how far it had got by then.
-        self._lost: dict[str, tuple[int, int]] = {}
+        # How often a request's context was lost in a row, since when, and how far it had got.
+        self._lost: dict[str, tuple[int, float, int]] = {}
 
     def force_preempt(self, state: RequestState) -> None:
         """Have vLLM preempt a request, so that it starts again from what the store still has."""
@@ -35,17 +42,18 @@ class ContextRecovery:
         if self.manager is None or not state.running or preempted:
             return
         if state.request_id not in self.manager.send_back:
-            tries, furthest = self._lost.get(state.request_id, (0, 0))
+            tries, since, furthest = self._lost.get(state.request_id, (0, 0.0, 0))
             reached = state.request.num_tokens + len(state.slots)
-            self._lost[state.request_id] = (
-                (1, reached) if reached > furthest else (tries + 1, furthest)
-            )
+            if reached > furthest:
+                tries, since, furthest = 0, self._clock(), reached
+            self._lost[state.request_id] = (tries + 1, since, furthest)
             self._counters.add("recomputed_requests", 1, cause="context")
         self.manager.send_back[state.request_id] = state.request
 
     def too_often(self, request_id: str) -> bool:
         """Check whether one more try is no help; see :data:`MAX_RECOMPUTATIONS`."""
-        return self._lost.get(request_id, (0, 0))[0] > MAX_RECOMPUTATIONS
+        tries, since, _ = self._lost.get(request_id, (0, 0.0, 0))
+        return tries > MAX_RECOMPUTATIONS and self._clock() - since >= LOST_S
 
     def wait(self, request_id: str, *, waits: bool) -> None:
         """Note that vLLM was told to have a request wait, or not: it asks again before it runs one.

@@ -6,6 +6,9 @@ are listed in ``ARCHITECTURE.md``, "Limits and back-pressure".
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_ssdkv.base.errors import StoreError, StoreFailedError
@@ -14,6 +17,8 @@ from vllm_ssdkv.connector.scheduler.context_recovery import MAX_RECOMPUTATIONS, 
 from vllm_ssdkv.connector.scheduler.scheduler_parts import EngineFacts, SchedulerStore
 from vllm_ssdkv.store.block_index import embedded, embedded_placement
 from vllm_ssdkv.store.device_weights import DeviceWeights
+from vllm_ssdkv.store.devices.health import WriteState
+from vllm_ssdkv.store.write_pauses import WritePauses
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -21,6 +26,12 @@ if TYPE_CHECKING:
 NEW_SLOTS_DEADLINE_S = 60.0
 """For which a request waits for slots of new segments while nothing else runs: their manifest is
 saved in milliseconds, or its file system is full, read-only, or does not answer."""
+
+WRITES_DEADLINE_S = 60.0
+"""For which requests wait for writes to go on while nothing runs."""
+
+_ASKED_S = 5.0
+"""A pause between two questions in which nobody waits, in seconds."""
 
 
 class PageAdmission:
@@ -32,7 +43,12 @@ class PageAdmission:
         engine: EngineFacts,
         weights: DeviceWeights,
         recovery: ContextRecovery,
+        pauses: WritePauses,
+        clock: Callable[[], float] = time.monotonic,
     ):
+        """``clock``: monotonic seconds."""
+        self._pauses, self._clock = pauses, clock
+        self._stands_since = self._asked_at = -math.inf
         self._index = embedded(store.index)
         self._rebalancer = embedded_placement(store.rebalancer)
         self._counters, self._suspension = store.counters, store.suspension
@@ -43,6 +59,20 @@ class PageAdmission:
         """Slots that the request may take, at most."""
         tokens = min(request.num_prompt_tokens + request.max_tokens, self._max_tokens)
         return int(tokens) // self._block + 1
+
+    @property
+    def stands(self) -> bool:
+        """Check whether nothing has run for :data:`WRITES_DEADLINE_S` because writes are paused."""
+        return self._asked_at - self._stands_since >= WRITES_DEADLINE_S
+
+    def awaits_writes(self, *, running: bool) -> bool:
+        """Check whether no request can be admitted before writes go on. ``running``: whether any
+        request runs."""
+        now, paused = self._clock(), self._pauses.state is WriteState.PAUSED
+        if running or not paused or now - self._asked_at > _ASKED_S:
+            self._stands_since = now
+        self._asked_at = now
+        return paused
 
     def admit(self, request: Request, *, soon: bool) -> WaitReason | None:
         """Reason for the request to wait; None: there are slots. ``soon``: slots are in use, or

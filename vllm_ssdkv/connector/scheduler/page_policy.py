@@ -22,7 +22,7 @@ from vllm_ssdkv.connector.scheduler.page_admission import PageAdmission
 from vllm_ssdkv.connector.scheduler.pending_context_loads import PendingContextLoads
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerParts
-from vllm_ssdkv.store.block_index import embedded
+from vllm_ssdkv.store.block_index import embedded, embedded_placement
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -42,7 +42,9 @@ class PagePolicy:
         self._keys = parts.identities.keys
         self._block = parts.engine.block_tokens
         self._recovery = ContextRecovery(parts.store.counters)
-        self._admission = PageAdmission(parts.store, parts.engine, parts.weights, self._recovery)
+        self._admission = PageAdmission(
+            parts.store, parts.engine, parts.weights, self._recovery, parts.pauses
+        )
         # How many running requests' contexts hold a slot.
         self._in_contexts: Counter[int] = Counter()
         self._arriving = PendingContextLoads()
@@ -59,8 +61,30 @@ class PagePolicy:
     def admit(self, request: Request) -> WaitReason | None:
         """Wait until the store has room for the whole context."""
         in_use = any(state.reserved or state.slots for state in self._requests.values())
-        soon = bool(in_use or self._slots.writing or self._parts.loads)
-        return self._admission.admit(request, soon=soon)
+        running = bool(in_use or self._parts.loads)
+        if self._admission.awaits_writes(running=running):
+            if not self._admission.stands:
+                return WaitReason.WRITES_PAUSED
+            self._leave_devices()
+        return self._admission.admit(request, soon=bool(running or self._slots.writing))
+
+    def _leave_devices(self) -> None:
+        """Go on without devices that take no writes: nothing can run otherwise.
+
+        Raises:
+            StoreFailedError: there are no others.
+        """
+        placement = embedded_placement(self._parts.store.rebalancer)
+        weights, counters = self._parts.weights, self._parts.store.counters
+        devices = self._parts.pauses.devices
+        weights.leave(devices)
+        for device in devices:
+            counters.add("device_lost", 1, device=weights.paths[device])
+            counters.set("device_state", 0, device=weights.paths[device])
+        slots = np.array(self._slots.writing.slots(), dtype=np.int64)
+        for slot in slots[placement.placement.lost(placement.out_of_use(), slots)].tolist():
+            self._slots.write_failed(slot)
+            self.slot_write_failed(slot)
 
     def admit_hit(self, request: Request, first: int, end: int) -> WaitReason | None:
         """None: :class:`TieredManager` has vLLM look whether HBM has room."""

@@ -20,6 +20,10 @@ class PendingWrites:
         """Check whether the slot is one of them."""
         return slot in self._under_way
 
+    def slots(self) -> list[int]:
+        """Slots that are under way now."""
+        return list(self._under_way)
+
     def awaits(self, slot: int, epoch: int) -> bool:
         """Check whether this use of a slot is one of them."""
         return slot in self and self._under_way[slot][0] == epoch

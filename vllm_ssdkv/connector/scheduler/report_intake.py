@@ -51,6 +51,7 @@ class ReportIntake:
             weights.mark_lost(device, rank)
         for device in report.returned_devices:
             weights.mark_returned(device, rank)
+        self._parts.pauses.told(rank, report.writing)
         weights.update(rank, report.speeds)
 
     def _of_writes(self, report: RankReport) -> list[int]:

@@ -11,6 +11,7 @@ from vllm_ssdkv.connector.scheduler.context_recovery import discard_in_flight_ou
 from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerParts
+from vllm_ssdkv.store.devices.health import WriteState
 from vllm_ssdkv.store.index.computed_blocks import RUN_BLOCKS, ComputedBlocks
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class ReusePolicy:
         self._reuses = parts.engine.reuses
         self._groups, self._identities = parts.groups, parts.identities
         self._requests, self._slots, self._draft = parts.requests, parts.slots, parts.draft
-        self._rewriter = parts.rewriter
+        self._rewriter, self._pauses = parts.rewriter, parts.pauses
         self._no_room = False
 
     def bind(self, hbm: KVCacheManager) -> None:
@@ -110,12 +111,22 @@ class ReusePolicy:
                 self._write_policy.skip(1, "admission")
             elif self._write_policy.used_up(len(self._slots.writing) + len(wanted)):
                 self._write_policy.skip(1, "budget")
+            elif not self._takes_writes(len(wanted)):
+                self._write_policy.skip(1, "writes_paused")
             else:
                 wanted.append((key, block_id))
                 runs.append(from_head[block // RUN_BLOCKS * RUN_BLOCKS - head])
         again, of = bool(request.num_preemptions), ComputedBlocks(state.request_id, runs)
         for cause in self._slots.claim(wanted, of, again=again) if wanted else ():
             self._write_policy.skip(1, cause)
+
+    def _takes_writes(self, wanted: int) -> bool:
+        """Check whether the store takes one block more than these: while writes are on trial, only
+        one at a time."""
+        state = self._pauses.state
+        if state is WriteState.TRIAL:
+            return not (wanted or self._slots.writing)
+        return state is WriteState.OPEN
 
     def end_step(self) -> None:
         """Nothing: blocks are published when they are allocated."""

@@ -44,8 +44,10 @@ from vllm_ssdkv.connector.scheduler.wait_counter import WaitCounter
 from vllm_ssdkv.connector.scheduler.x_admission import XAdmission
 from vllm_ssdkv.store.block_index import BlockIndex, SlotPlacement
 from vllm_ssdkv.store.device_weights import DeviceWeights
+from vllm_ssdkv.store.devices.health import WriteState
 from vllm_ssdkv.store.index.slot_index import SlotIndex
 from vllm_ssdkv.store.placement.rebalancer import Rebalancer
+from vllm_ssdkv.store.write_pauses import WritePauses
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -55,7 +57,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETURN_S: Final = 60.0
-"""Wait of requests for nodes that are gone, where there are no other slots, in seconds."""
+"""Wait of requests for devices out of use, where there are no other slots, in seconds."""
 
 _POLICIES: Final[dict[str, type[ReusePolicy] | type[PagePolicy]]] = {
     "reuse": ReusePolicy,
@@ -259,6 +261,8 @@ class SSDKVScheduler:
     def _rewrite(self, output: SchedulerOutput) -> None:
         """Store blocks of hits again, behind the step's new blocks."""
         choice, draft = self.loads.choice, self._parts.draft
+        if self._parts.pauses.state is not WriteState.OPEN:
+            return
         for item in self._parts.rewriter.plan(output.num_scheduled_tokens, choice.frames):
             self._parts.slots.unverified.rewrite(item.old, item.new)
             self._parts.slots.undigested.rewrite(item.old, item.new)
@@ -401,11 +405,14 @@ def _make_parts(
     identities.keys.suspended = bool(store.suspension)
     slots = SlotLedger(store.index, engine.ranks, draft, counters)
     retries = LoadRetries(engine.block_tokens, speculation.step_blocks)
+    weights = DeviceWeights(store.rebalancer, store.device_paths, RETURN_S)
+    placement = store.rebalancer.placement if isinstance(store.rebalancer, Rebalancer) else None
     return SchedulerParts(
         config,
         engine,
         store,
-        DeviceWeights(store.rebalancer, store.device_paths, RETURN_S if config.nodes else 0.0),
+        weights,
+        WritePauses(placement, weights, whole=config.mode == "page"),
         requests,
         asked,
         draft,

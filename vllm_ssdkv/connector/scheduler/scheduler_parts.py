@@ -23,6 +23,7 @@ from vllm_ssdkv.connector.scheduler.x_admission import XAdmission
 from vllm_ssdkv.offload.xcache.x_rule import XShape
 from vllm_ssdkv.store.block_index import BlockIndex, SlotPlacement
 from vllm_ssdkv.store.device_weights import DeviceWeights
+from vllm_ssdkv.store.write_pauses import WritePauses
 from vllm_ssdkv.store.write_policy import WritePolicy
 
 
@@ -90,6 +91,7 @@ class SchedulerParts:
         engine: Facts of it.
         store: The open store.
         weights: Shares of the devices in new slots.
+        pauses: Pauses of writes.
         requests: Requests that hold HBM blocks, by id.
         asked: Options of requests.
         draft: The next plan.
@@ -106,6 +108,7 @@ class SchedulerParts:
     engine: EngineFacts
     store: SchedulerStore
     weights: DeviceWeights
+    pauses: WritePauses
     requests: dict[str, RequestState]
     asked: RequestOverrides
     draft: StepDraft

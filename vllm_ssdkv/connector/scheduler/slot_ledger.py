@@ -13,9 +13,20 @@ from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
 from vllm_ssdkv.connector.scheduler.unverified_blocks import UnverifiedBlocks
 from vllm_ssdkv.store.block_index import BlockIndex, embedded
 from vllm_ssdkv.store.index.computed_blocks import ComputedBlocks
-from vllm_ssdkv.store.index.slot_index import FULL, NOT_ADMITTED, OVER_BUDGET, SlotState
+from vllm_ssdkv.store.index.slot_index import (
+    FULL,
+    NOT_ADMITTED,
+    OVER_BUDGET,
+    PAUSED,
+    SlotState,
+)
 
-_CAUSES = {FULL: "store_full", NOT_ADMITTED: "admission", OVER_BUDGET: "budget"}
+_CAUSES = {
+    FULL: "store_full",
+    NOT_ADMITTED: "admission",
+    OVER_BUDGET: "budget",
+    PAUSED: "writes_paused",
+}
 
 
 class SlotLedger:

@@ -84,6 +84,10 @@ class NodeRank:
         """None: the devices are the node's."""
         return []
 
+    def take_writing(self) -> list[tuple[int, float]]:
+        """None: the devices are the node's."""
+        return []
+
     def take_speeds(self) -> list[tuple[int, float]]:
         """None: the devices are the node's."""
         return []

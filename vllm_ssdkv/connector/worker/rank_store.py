@@ -20,6 +20,7 @@ from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.worker.block_copy import FrameMemory
 from vllm_ssdkv.connector.worker.pinning import pin_arena
 from vllm_ssdkv.node.client.node_drives import NodeDrives
+from vllm_ssdkv.store.devices.health import WriteState
 from vllm_ssdkv.store.engine_metrics import EngineMetrics
 from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.open_store import OpenStore
@@ -144,6 +145,9 @@ class RankAccess(Protocol):
     def take_returned_devices(self) -> list[int]:
         """Devices that are in use again since the last call."""
 
+    def take_writing(self) -> list[tuple[int, float]]:
+        """As :meth:`DeviceHealth.drain_writing`."""
+
     def take_speeds(self) -> list[tuple[int, float]]:
         """Devices whose worth has changed since the last call."""
 
@@ -185,6 +189,8 @@ class EmbeddedRank:
             scrub_rate=work.config.io.scrub_rate,
             mends=self.drives is not None and work.config.replicas > 1,
             stretches=work.stretches,
+            identities=opened.identities,
+            keeps_unwritten=work.config.mode == "page",
         )
 
     def _trimmer(self) -> SlotTrimmer:
@@ -213,6 +219,10 @@ class EmbeddedRank:
         """See :class:`RankAccess`."""
         return self.opened.files.health.drain_returns()
 
+    def take_writing(self) -> list[tuple[int, float]]:
+        """See :class:`RankAccess`."""
+        return self.opened.files.health.drain_writing()
+
     def take_speeds(self) -> list[tuple[int, float]]:
         """See :class:`RankAccess`."""
         return list(self.opened.files.speed.drain_events())
@@ -224,9 +234,11 @@ class EmbeddedRank:
         for index, device in enumerate(self.opened.devices):
             state = device.state()
             if state.lost:
-                health.quarantine(index, "its data file was removed")
+                health.quarantine(index, "its data file was removed", for_good=True)
             path, here = health.paths[index], index not in health.quarantined
+            paused = health.writing(index) is not WriteState.OPEN
             self.counters.set("device_state", float(here), device=path)
+            self.counters.set("writes_paused", float(paused), device=path)
             self.counters.set("store_bytes", float(state.stored_bytes), device=path)
 
     def close(self) -> None:

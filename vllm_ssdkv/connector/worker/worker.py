@@ -759,6 +759,7 @@ class SSDKVWorker:
         self._report.mended.extend(self._store.take_mended())
         self._report.lost_devices.extend(self._opened.take_lost_devices())
         self._report.returned_devices.extend(self._opened.take_returned_devices())
+        self._report.writing.extend(self._opened.take_writing())
         self._report.speeds.extend(self._opened.take_speeds())
 
     def _background_ended(self, outcome: LoadOutcome) -> None:

@@ -43,6 +43,9 @@ NOT_ADMITTED: Final = -3
 OVER_BUDGET: Final = -4
 """Slot of a key in :class:`Claimed`: a daily write budget is used up."""
 
+PAUSED: Final = -5
+"""Slot of a key in :class:`Claimed`: writes to the drives are paused."""
+
 Role: TypeAlias = Literal["scheduler", "worker", "status", "volume"]
 Part: TypeAlias = Literal["calls", "bytes", "attend"]
 

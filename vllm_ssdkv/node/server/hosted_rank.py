@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.base.metrics import TELL_INTERVAL_S, Counters
 from vllm_ssdkv.store.cache.frames import FrameState
+from vllm_ssdkv.store.devices.health import WriteState
 from vllm_ssdkv.store.engine_metrics import EngineMetrics
 from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.memory.arena import SharedArena
@@ -31,6 +32,10 @@ class RankResults:
     bad: list[tuple[int, int]] = field(default_factory=list)
     mended: list[tuple[int, int]] = field(default_factory=list)
     lost_devices: list[int] = field(default_factory=list)
+    returned_devices: list[int] = field(default_factory=list)
+    """Comes behind ``lost_devices``."""
+    writing: list[tuple[int, float]] = field(default_factory=list)
+    """As :meth:`DeviceHealth.drain_writing`."""
     speeds: list[tuple[int, float]] = field(default_factory=list)
     bytes_written: list[tuple[int, int]] = field(default_factory=list)
     """(device, bytes) since the last results."""
@@ -104,6 +109,7 @@ class HostedRank:
                 block_tokens,
                 _nothing_to_copy,
                 scrub_rate=place.config.io.scrub_rate,
+                identities=self._opened.identities,
             )
         except BaseException:
             self._opened.close()
@@ -135,6 +141,8 @@ class HostedRank:
         found.bad, found.mended = self.store.take_scrubbed(), self.store.take_mended()
         files = self._opened.files
         found.lost_devices = files.health.drain_events()
+        found.returned_devices = files.health.drain_returns()
+        found.writing = files.health.drain_writing()
         found.speeds = files.speed.drain_events()
         for device in range(len(self._opened.devices)):
             total = int(self.counters.total("bytes_written", device=self.paths[device]))
@@ -162,9 +170,11 @@ class HostedRank:
         for index, device in enumerate(self._opened.devices):
             state = device.state()
             if state.lost:
-                health.quarantine(index, "its data file was removed")
+                health.quarantine(index, "its data file was removed", for_good=True)
             path, here = health.paths[index], index not in health.quarantined
+            paused = health.writing(index) is not WriteState.OPEN
             self.counters.set("device_state", float(here), device=path)
+            self.counters.set("writes_paused", float(paused), device=path)
             self.counters.set("store_bytes", float(state.stored_bytes), device=path)
 
     def change_placement(self, segments: Sequence[Segment]) -> None:

@@ -24,6 +24,7 @@ from vllm_ssdkv.node.protocol.messages import (
     NO_ROOM,
     NOT_ADMITTED,
     OVER_BUDGET,
+    PAUSED,
     TAKEN,
     StoreSpec,
 )
@@ -33,11 +34,13 @@ from vllm_ssdkv.node.server.hosted_rank import HostedRank, RankResults
 from vllm_ssdkv.node.server.leases import Lease, pairs_of
 from vllm_ssdkv.node.server.store_options import geometry_of
 from vllm_ssdkv.store.device_weights import DeviceWeights
+from vllm_ssdkv.store.devices.health import WriteState
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import I64
 from vllm_ssdkv.store.index.slot_index import SlotState
 from vllm_ssdkv.store.index_metrics import IndexMetrics
 from vllm_ssdkv.store.open import StorePlace, open_index
+from vllm_ssdkv.store.write_pauses import WritePauses
 from vllm_ssdkv.store.write_policy import open_write_policy
 
 logger = logging.getLogger(__name__)
@@ -113,12 +116,17 @@ class HostedStore:
         self._device_weights = DeviceWeights(
             self._rebalancer, [device.path for device in place.stored().devices]
         )
+        self._pauses = WritePauses(placement, self._device_weights, whole=False)
         self._metrics = IndexMetrics(self._index, self._rebalancer, self.counters)
         self.name_key = place.name_key()
-        self.num_slots = self._index.num_slots
         self._pass_on_segments()
         for host in self.ranks:
             host.start(self._take_results)
+
+    @property
+    def num_slots(self) -> int:
+        """Slot numbers are below this."""
+        return self._index.num_slots
 
     def describe(self) -> str:
         """The store, for the log."""
@@ -268,6 +276,9 @@ class HostedStore:
             return NOT_ADMITTED
         if self._policy.used_up(len(self._claims)):
             return OVER_BUDGET
+        writing = self._pauses.state
+        if writing is WriteState.PAUSED or (writing is WriteState.TRIAL and self._claims):
+            return PAUSED  # on trial, one block at a time shows whether there is room again
         if found is not None:  # this session has computed it anew: from here on for everybody
             self._drop([(found, self._index.epoch(found))], "engine")
         try:
@@ -514,7 +525,10 @@ class HostedStore:
             for device, nbytes in results.bytes_written:
                 self._policy.wrote([(device, nbytes)])
             for device in results.lost_devices:
-                self._device_weights.mark_lost(device)
+                self._device_weights.mark_lost(device, rank)
+            for device in results.returned_devices:
+                self._device_weights.mark_returned(device, rank)
+            self._pauses.told(rank, results.writing)
             self._device_weights.update(rank, results.speeds)
             known = [p for p in (*results.bad, *results.mended) if self._index.holds(*p)]
             self.ranks[rank].store.confirm(known)

@@ -60,6 +60,9 @@ NOT_ADMITTED = -3
 OVER_BUDGET = -4
 """In place of a slot, of a node: a daily write budget is used up."""
 
+PAUSED = -5
+"""In place of a slot, of a node: writes to its drives are paused."""
+
 
 class SlotState(IntEnum):
     """State of a slot; see the module's text."""

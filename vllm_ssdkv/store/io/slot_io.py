@@ -96,11 +96,13 @@ class SlotIO:
         coalesced: bool = False,
         merged: bool = True,
         tails: U64 | None = None,
+        again: bool = False,
     ) -> SlotRequest:
         """Start reading or writing bytes [offset, offset + length) of each slot.
 
         Nothing is sent to a device that is out of use: it might never answer, and would keep the
-        buffers. What lies there fails at once. Both copies of a slot are written; of what is read,
+        buffers. Nor is anything written to one whose writes are paused. What lies there fails at
+        once. Both copies of a slot are written; of what is read,
         each piece comes from the copy that is likely to be right, on the device with less to do.
 
         Args:
@@ -114,11 +116,12 @@ class SlotIO:
             merged: As in :meth:`Placement.extents`.
             tails: Arena offset per slot of its tail, where that does not lie behind the rest, of
                 whole slots.
+            again: This was tried before, and has failed: a device is not charged with it twice.
         """
         without = () if source is None else source.without
         asked = time.monotonic()
         cut = 0 if tails is None else self.geometry.frame_bytes
-        if not self.health.any_out_of_use:
+        if not self.health.any_avoided(op):
             most = MOST_REQUESTS if coalesced else 1
             found = self.placement.pieces(
                 slots, offset, length, buffers, merged=merged, most=most, tails=tails, cut=cut
@@ -128,7 +131,9 @@ class SlotIO:
                 watch = BatchWatch(self.speed, found.nbytes(), Moment(asked, time.monotonic()))
                 if coalesced:
                     batch = CoalescedBatch(batch, *found.parts())
-                return SlotRequest(self, op, slots.copy(), length, watch, batch, found, without)
+                return SlotRequest(
+                    self, op, slots.copy(), length, watch, batch, found, again, without
+                )
         first, second = self.placement.copies(slots, offset, length, merged=merged, cut=cut)
         extents = first
         others: U16 | None = None
@@ -144,8 +149,8 @@ class SlotIO:
             others = np.where(take, first.device, second.device)
         inside = extents.buffer - extents.slot_index.astype(np.uint64) * np.uint64(length)
         sent: NDArray[np.int64] | EllipsisType = ...
-        if self.health.any_out_of_use:
-            sent = np.flatnonzero(~self.health.out_of_use(extents.device))
+        if self.health.any_avoided(op):
+            sent = np.flatnonzero(~self.health.avoided(op, extents.device))
         device, lengths = extents.device[sent], extents.length[sent]
         at = buffers[extents.slot_index] + inside
         if tails is not None:
@@ -163,7 +168,18 @@ class SlotIO:
         nbytes = np.bincount(device, lengths, self.speed.devices).astype(np.float64)
         watch = BatchWatch(self.speed, nbytes, Moment(asked, time.monotonic()))
         return SlotRequest(
-            self, op, slots.copy(), length, watch, batch, extents, without, others, twin, sent
+            self,
+            op,
+            slots.copy(),
+            length,
+            watch,
+            batch,
+            extents,
+            again,
+            without,
+            others,
+            twin,
+            sent,
         )
 
 

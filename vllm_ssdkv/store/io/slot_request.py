@@ -51,6 +51,8 @@ class SlotRequest:
     batch: Batch
     placed: Extents | _io.StripedExtents
     """Pieces, [m]; as they were found natively, all of them sent, until somebody asks for them."""
+    again: bool = False
+    """It was tried before, and has failed."""
     without: tuple[int, ...] = ()
     """Devices that were avoided on purpose."""
     others: U16 | None = None
@@ -85,21 +87,23 @@ class SlotRequest:
 
         Ends early when only devices out of use are still to answer. Call it once: failures are
         counted here. Of two copies that are written, one is enough where the other one's device is
-        out of use.
+        out of use, or takes no writes.
 
         Args:
             beside: Batches in flight whose turn comes later: the speed of the devices is seen from
                 when their parts end.
         """
         self.wait_for_io(beside)
-        name, done = "read" if self.op is Op.READ else "write", self.watch.nbytes
+        done = self.watch.nbytes
         keys = _byte_keys(self.op, self.files.health.paths)
         if self._found is not None and self._all_moved(self._found):
-            self.files.health.answered(done > 0)
+            self.files.health.answered(self.op, done > 0)
             self.files.counters.add_keyed(keys, done.tolist())
             return np.ones(len(self.slots), dtype=np.bool_)
         device, length = self.extents.device[self.sent], self.extents.length[self.sent]
-        moved = self.files.health.judge(device, self.batch.results(), length, name)
+        moved = self.files.health.judge(
+            self.op, device, self.batch.results(), length, self.batch, again=self.again
+        )
         if not moved.all():
             done = np.bincount(device[moved], length[moved], len(done)).astype(np.float64)
         self.files.counters.add_keyed(keys, done.tolist())
@@ -107,7 +111,7 @@ class SlotRequest:
         good[self.sent] = moved
         self._learn(good)
         if self.twin is not None:
-            good |= good[self.twin] & self.files.health.out_of_use(self.extents.device)
+            good |= good[self.twin] & self.files.health.avoided(self.op, self.extents.device)
         return ~self._slots_of(~good)
 
     def wait_for_io(self, beside: Sequence[SlotRequest] = ()) -> None:
@@ -206,9 +210,9 @@ class SlotRequest:
         return self._slots_of(mask)
 
     def out_of_reach(self) -> NDArray[np.bool_]:
-        """Slots, [slots], a part of which lies only on devices that are out of use now."""
-        out = self.files.health.out_of_use
-        return self._slots_of(out(self.extents.device) & out(self.other))
+        """Slots, [slots], a part of which lies only on devices that are avoided now."""
+        out, op = self.files.health.avoided, self.op
+        return self._slots_of(out(op, self.extents.device) & out(op, self.other))
 
     def incomplete(self) -> NDArray[np.bool_]:
         """Slots, [slots], of which a copy of some byte was not written."""

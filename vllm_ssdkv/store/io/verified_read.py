@@ -441,6 +441,10 @@ class VerifiedRead:
             return
         # What came, and is wrong, is wrong wherever its device is now.
         wrong = ~self.good & ~held & (in_reach | self._marks.seen)
+        if self.extents.headed:
+            # A device may read again what it could not read: who loads it tries again later.
+            unread = np.flatnonzero(wrong & ~self._marks.seen)
+            wrong[unread] = self._files.health.give_up(self.extents.slots[unread])
         self.bad[tried] = wrong[tried]
         self._marks.bad |= hopeless
         if self._charge and self.bad.any():
@@ -502,6 +506,7 @@ class VerifiedRead:
                 extents.nbytes(geometry),
                 extents.at[whole],
                 source=source,
+                again=True,
             )
             self._later.append((request, whole))
             arrived = np.flatnonzero(request.wait())
@@ -527,6 +532,7 @@ class VerifiedRead:
             geometry.page_bytes,
             at,
             source=source,
+            again=True,
         )
         self._later.append((request, which[row]))
         arrived = request.wait()

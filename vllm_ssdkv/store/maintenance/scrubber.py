@@ -220,8 +220,8 @@ class Scrubber:
             self._stop.wait(max(0.0, start + nbytes / self._rate - time.monotonic()))
 
     def _next_suspect(self) -> int | None:
-        """A slot with a suspect copy, while all devices are there: it is mended first."""
-        if self._files.health.any_out_of_use:
+        """A slot with a suspect copy, while all devices can be written: it is mended first."""
+        if self._files.health.any_avoided(Op.WRITE):
             return None
         now = time.monotonic()
         self._looked = {s: t for s, t in self._looked.items() if now - t < _AGAIN_S}
@@ -265,9 +265,17 @@ class Scrubber:
         fault = reader.read_whole()
         if fault is None or reader.hopeless():
             return
+        if self._may_come_back(slot, [fault]):
+            return
         if fault is not _UNREADABLE and reader.epoch() != epoch:
             return
         self._report(slot, epoch, [fault], lost=True)
+
+    def _may_come_back(self, slot: int, faults: Sequence[_Fault]) -> bool:
+        """Check whether a slot of which no copy is right is only one that cannot be read now."""
+        if all(fault is not _UNREADABLE for fault in faults):
+            return False
+        return not self._files.health.give_up(np.array([slot], dtype=np.int64))[0]
 
     def _report(self, slot: int, epoch: int, faults: Sequence[_Fault], *, lost: bool) -> None:
         suspect = _Suspect(epoch, faults, lost, self._right.clip(max=_MOST_CREDIT))
@@ -322,6 +330,8 @@ class Scrubber:
             epoch = epoch if whole is None else whole
             right += [whole is not None]
         faults = [look.fault for look in found if look.fault is not None]
+        if not any(right) and self._may_come_back(slot, faults):
+            return
         if faults:
             self._report(slot, epoch, faults, lost=not any(right))
         if any(right):

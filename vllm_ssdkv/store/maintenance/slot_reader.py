@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 
@@ -21,7 +22,6 @@ DEADLINE_S = 60.0
 """Until a read that has not ended counts as a device that hangs."""
 
 _QUEUE_DEPTH = 32
-_NEVER = 1 << 62
 
 
 @contextlib.contextmanager
@@ -44,9 +44,7 @@ def open_slots(
     paths = [str(store.data_path(device, rank)) for device in range(len(files))]
     missing = [device for device, file in enumerate(files) if file is None]
     # Unreadable slots are the caller's business, not a reason to give a device up.
-    health = DeviceHealth(
-        paths, DEADLINE_S, Counters(), failures_to_quarantine=_NEVER, absent=missing
-    )
+    health = DeviceHealth(paths, DEADLINE_S, Counters(), patience_s=math.inf, absent=missing)
     manifest = store.manifest
     with contextlib.ExitStack() as stack:
         arena = Arena(nbytes)

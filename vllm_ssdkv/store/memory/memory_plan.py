@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv.base.errors import DramTooSmallError
 from vllm_ssdkv.base.sizes import MIB, approximate_size, format_size
 from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, SlotGeometry, round_up
+from vllm_ssdkv.store.format.superblock import BLOCK_BYTES, COPY_OFFSETS
 from vllm_ssdkv.store.memory.summary_rows import ChannelTier, row_bytes
 
 PageEvictionPolicy = Literal["lru", "frequency", "decay"]
@@ -30,6 +31,13 @@ CHUNKS = 4
 
 PIECES = 2
 """Slots of memory: one is read, and one may be held by a read that does not end."""
+
+
+PROBE_BYTES: Final = len(COPY_OFFSETS) * BLOCK_BYTES
+"""Memory of one probe of a device that is out of use: both copies of its superblock."""
+
+PROBES: Final = 4
+"""Devices that are probed at a time; a probe that hangs keeps its memory until it ends."""
 
 
 GROUP = 64
@@ -177,8 +185,8 @@ class FrameRuns:
 
 
 class MemoryPlan:
-    """Division of one rank's DRAM: staging buffer, headers, the scrub's, images, tails, single
-    pages, summaries, frames.
+    """Division of one rank's DRAM: staging buffer, headers, the scrub's, probes, images, tails,
+    single pages, summaries, frames.
 
     Images, of ``image_bytes`` each, are on their way to the devices: encrypted slots, or tails of
     slots. ``tails`` are made for the table of summaries. ``page_runs`` and ``summary_runs`` are
@@ -269,7 +277,8 @@ class MemoryPlan:
         self.staging_bytes = self.staging_pieces * geometry.layer_bytes
         self.scrub_offset = self.staging_bytes + self.header_pieces * geometry.header_bytes
         self.scrub_pieces = PIECES if scrub else 0
-        self.image_offset = self.scrub_offset + self.scrub_pieces * geometry.slot_bytes
+        self.probe_offset = self.scrub_offset + self.scrub_pieces * geometry.slot_bytes
+        self.image_offset = self.probe_offset + PROBES * PROBE_BYTES
         self.tail_offset = self.image_offset + self.images * self.image_bytes
         self.page_offset = self.tail_offset + self.tails * geometry.tail_bytes
         self.choice = choice

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache, FrameState
+from vllm_ssdkv.store.devices.health import WriteState
 from vllm_ssdkv.store.format.slot_header_batch import key_rows
 from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
 from vllm_ssdkv.store.io.buffer_pool import BufferPool
@@ -102,6 +103,10 @@ class Flusher:
     deadline has failed; its frame is ``WRITING`` until the I/O ends. Of two copies, one that was
     written is enough, after the second attempt.
 
+    While writes to a device are paused (:class:`~vllm_ssdkv.store.devices.health.WriteState`),
+    slots that lie there fail, unless the flusher ``keeps`` them: then they wait, and are reported
+    when they have been written. The first one that is tried again is alone.
+
     *Images* are made beside the frames: where slots are encrypted of whole slots, since frames stay
     readable while they are written, else of their tails, which frames do not have.
     """
@@ -114,10 +119,13 @@ class Flusher:
         images: BufferPool | None = None,
         summarizer: SummaryBuilder | None = None,
         trimmer: SlotTrimmer | None = None,
+        *,
+        keeps: bool = False,
     ):
         """``images`` are pieces of ``slot_bytes`` each, or of ``tail_bytes``, which only the writer
         uses; None: slots are frames. ``summarizer``: for slots with a tail. With a ``trimmer``,
-        dropped slots are trimmed while there is nothing to write."""
+        dropped slots are trimmed while there is nothing to write. ``keeps``: see the class."""
+        self._keeps = keeps
         self._summarizer = summarizer
         self._trimmer = trimmer
         self._files = files
@@ -128,8 +136,11 @@ class Flusher:
         self._wake = threading.Condition()
         """Guards everything below; notified of every change."""
         self._queue: collections.deque[Pending] = collections.deque()
-        self._under_way: set[Pending] = set()
-        """Items taken from the queue and not reported yet."""
+        self._kept: list[Pending] = []
+        """Items that wait until writes are not paused."""
+        self._under_way: dict[Pending, bool] = {}
+        """Items taken from the queue and not reported yet, and whether somebody still wants them
+        written."""
         self._groups: list[_Group] = []
         self._overdue: list[_Group] = []
         self._busy: set[int] = set()
@@ -162,18 +173,23 @@ class Flusher:
         gone = set(slots.tolist())
         with self._wake:
             self._queue = collections.deque(p for p in self._queue if p.slot not in gone)
+            self._kept = [item for item in self._kept if item.slot not in gone]
+            self._under_way = {
+                item: wanted and item.slot not in gone for item, wanted in self._under_way.items()
+            }
             self._wake.notify_all()
         self._frames.forget(slots)
 
     def pending(self) -> int:
         """Slots queued or in flight, whose outcome is not known yet."""
         with self._wake:
-            return len(self._queue) + len(self._under_way)
+            return len(self._queue) + len(self._kept) + len(self._under_way)
 
     def writes(self, slot: int) -> bool:
         """Check whether a slot is queued, or an I/O may still write to it."""
         with self._wake:
-            return slot in self._busy or any(item.slot == slot for item in self._queue)
+            queued = (*self._queue, *self._kept)
+            return slot in self._busy or any(item.slot == slot for item in queued)
 
     def visit(self, slot: int, work: Callable[[], None], timeout_s: float) -> bool:
         """Have ``work`` done while no write of the slot is queued or in flight. Blocks.
@@ -213,10 +229,17 @@ class Flusher:
     def drain(self, timeout_s: float) -> bool:
         """Wait until the outcome of everything is known; False when the time ran out."""
         with self._wake:
-            return self._wake.wait_for(lambda: not (self._queue or self._under_way), timeout_s)
+            return self._wake.wait_for(
+                lambda: not (self._queue or self._kept or self._under_way), timeout_s
+            )
 
     def close(self, timeout_s: float) -> bool:
-        """Write what is queued, then end the thread; False when something never ended."""
+        """Write what is queued, or try to, then end the thread; False when something never
+        ended."""
+        self._files.health.try_writes_now()
+        with self._wake:
+            self._keeps = False
+            self._wake.notify_all()
         done = self.drain(timeout_s)
         with self._wake:
             self._stopping = True
@@ -276,9 +299,41 @@ class Flusher:
                 return self._trimmer.take(list(self._busy))
             if self._overdue:
                 pause = _LOOK_S if pause is None else min(pause, _LOOK_S)
+            self._set_aside()
+            if self._queue:
+                break
+            if self._kept:
+                trial = self._files.health.next_trial_s()
+                waits = _LOOK_S if trial is None else trial
+                pause = waits if pause is None else min(pause, waits)
             self._wake.wait(pause)
             self._collect_overdue()
         return None
+
+    def _set_aside(self) -> None:
+        """Have in the queue what can be written now, or is to be tried, and keep the rest. Lock
+        held."""
+        if not (self._kept or (self._keeps and self._files.health.any_writes_paused)):
+            return
+        waiting = [*self._kept, *self._queue]
+        paused = self._paused(waiting, WriteState.PAUSED)
+        trial = self._paused(waiting, WriteState.TRIAL) & ~paused
+        if not self._groups:
+            trial[np.flatnonzero(trial)[:1]] = False
+        aside = (paused | trial) & self._keeps
+        pairs = list(zip(waiting, aside.tolist(), strict=True))
+        self._queue = collections.deque(item for item, waits in pairs if not waits)
+        self._kept = [item for item, waits in pairs if waits]
+
+    def _paused(self, items: Sequence[Pending], least: WriteState) -> NDArray[np.bool_]:
+        """Mask of items, [n], of which a part cannot be written because writes are in this state,
+        or a worse one."""
+        health, placement = self._files.health, self._files.placement
+        if not health.any_writes_paused:
+            return np.zeros(len(items), dtype=np.bool_)
+        slots = _slots(items)
+        gone = placement.lost(health.cannot_write(WriteState.NEVER), slots)
+        return placement.lost(health.cannot_write(least), slots) & ~gone
 
     def _next_visit(self) -> _Visit | None:
         """Lock held."""
@@ -298,6 +353,7 @@ class Flusher:
         A slot with an older write in flight waits: two writes to one place may land in any order.
         One whose older write is overdue fails: its device is out of use.
         """
+        self._set_aside()
         if not self._queue:
             return []
         overdue = {item.slot for group in self._overdue for item in group.items}
@@ -314,7 +370,7 @@ class Flusher:
                 items.append(item)
                 self._busy.add(item.slot)
         self._queue.extendleft(reversed(kept))
-        self._under_way.update(items)
+        self._under_way.update(dict.fromkeys(items, True))
         self._wake.notify_all()
         return items
 
@@ -346,7 +402,7 @@ class Flusher:
         try:
             images = self._take_images(frames)
             self._seal(items, frames, images)
-            batch = self._submit(items, frames, images)
+            batch = self._submit(items, frames, images, again=False)
         except BaseException as error:
             self._frames.finish_io(frames, FrameState.HELD)
             self._seals.end_write(_slots(items))
@@ -361,11 +417,18 @@ class Flusher:
             self._groups.append(_Group(items, frames, images, batch))
 
     def _submit(
-        self, items: Sequence[Pending], frames: NDArray[np.int32], images: U64 | None
+        self,
+        items: Sequence[Pending],
+        frames: NDArray[np.int32],
+        images: U64 | None,
+        *,
+        again: bool,
     ) -> SlotRequest:
         size = self._files.geometry.slot_bytes
         places, tails = self._places(frames, images)
-        return self._files.submit(Op.WRITE, _slots(items), 0, size, places, tails=tails)
+        return self._files.submit(
+            Op.WRITE, _slots(items), 0, size, places, tails=tails, again=again
+        )
 
     def _places(self, frames: NDArray[np.int32], images: U64 | None) -> tuple[U64, U64 | None]:
         """Arena offsets of what goes to the devices, and of tails that do not lie behind it."""
@@ -430,12 +493,27 @@ class Flusher:
         with self._errors.swallowed("the memory of a write stays out of use"):
             self._settle(group, outcome)
         good, overdue = outcome.good, self._parts(group, outcome)
-        if not good.all():
-            logger.error("ssdkv: %d of %d slot(s) not written", int((~good).sum()), len(good))
+        paused = ~good & ~outcome.held & self._paused(group.items, WriteState.TRIAL)
+        lost = int((~good & ~paused).sum())
+        if lost:
+            logger.error("ssdkv: %d of %d slot(s) not written", lost, len(good))
         with self._wake:
             self._groups.remove(group)
             self._overdue += overdue
+            self._keep(group.items, paused)
             self._report(group.items, good, outcome.held)
+
+    def _keep(self, items: Sequence[Pending], paused: NDArray[np.bool_]) -> None:
+        """Keep items, in place of reporting them, that were not written since writes are paused.
+        Lock held."""
+        if not self._keeps:
+            return
+        kept = [
+            item
+            for item, waits in zip(items, paused.tolist(), strict=True)
+            if waits and self._under_way[item]
+        ]
+        self._kept = [*kept, *self._kept]
 
     def _may_run(self, batch: SlotRequest) -> bool:
         """Ask if the I/O of a batch may still touch memory; true where nobody knows."""
@@ -460,7 +538,7 @@ class Flusher:
             alone = np.zeros(len(group.items), dtype=np.bool_)
             alone[i] = True
             images = None if group.images is None else group.images[alone]
-            again = self._submit([group.items[i]], group.frames[alone], images)
+            again = self._submit([group.items[i]], group.frames[alone], images, again=True)
             try:
                 good[i] = again.wait()[0] or again.readable()[0]
                 missing[i] = again.incomplete()[0]
@@ -502,11 +580,14 @@ class Flusher:
 
         Slots of which an I/O is ``held`` up stay busy.
         """
+        kept = set(self._kept)
         for item, written, late in zip(items, good.tolist(), held.tolist(), strict=True):
-            (self._durable if written else self._failed).append((item.slot, item.epoch))
+            if item not in kept:
+                (self._durable if written else self._failed).append((item.slot, item.epoch))
             if not late:
                 self._busy.discard(item.slot)
-        self._under_way.difference_update(items)
+        for item in items:
+            self._under_way.pop(item, None)
         self._wake.notify_all()
 
     def _report_failed(self, items: Sequence[Pending]) -> None:
