@@ -39,7 +39,9 @@ LARGER = {
     # Attributes.
     "profiling/decode_harness/decoder.py PagedDecoder": _ROOT,
     "vllm_ssdkv/cli/monitor/metrics_sample.py Sample": "a number for each place on the screen",
+    "vllm_ssdkv/config/engine.py SSDKVConfig": "a field for each option",
     "vllm_ssdkv/connector/messages.py RankReport": "a field for each thing that a rank tells",
+    "vllm_ssdkv/connector/messages.py StepPlan": "a field for each thing that a rank is told",
     "vllm_ssdkv/connector/worker/paged_step.py PagedStep": _STEP,
     "vllm_ssdkv/connector/worker/worker.py SSDKVWorker": _ROOT,
     "vllm_ssdkv/store/cache/summaries.py SummaryTable": _ARRAYS,

@@ -26,7 +26,7 @@ def stored(run: Simulation, *prompts: list[int]) -> None:
     for number, tokens in enumerate(prompts):
         run.add(f"stored {number}", tokens, 1)
     run.run()
-    assert run.scheduler.reset_prefix_cache()
+    run.empty_hbm()
 
 
 def begin(run: Simulation, *names: str) -> None:

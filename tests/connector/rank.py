@@ -82,6 +82,9 @@ class Rank:
     adapters: dict[int, bytes] = field(default_factory=dict)
     """Digests of adapters in memory."""
     told_weights: bytes = WEIGHTS
+    blind: bool = False
+    """Only a digest after a reset shows that weights have changed."""
+    resets: int = 0
     changes: int = 0
     told_adapters: dict[int, bytes] = field(default_factory=dict)
     adapter_changes: dict[int, int] = field(default_factory=dict)
@@ -176,11 +179,16 @@ class Rank:
 
     def is_bound(self, plan: SSDKVMetadata) -> bool:
         """Compare the plan's keys with this rank's weights; tell of new ones."""
-        if self.weights != self.told_weights:
+        reset = plan.resets > self.resets
+        assert plan.awake or not reset, "weights may be away"
+        if self.weights != self.told_weights and (reset or (plan.awake and not self.blind)):
             self.told_weights = self.report.weights = self.weights
             self.changes += 1
             self.report.changes = self.changes
+            self.report.unseen = self.blind
             self.refused.update(load.request_id for load in self.loads)
+        if reset:
+            self.resets = self.report.resets = plan.resets
         held = all(map(self.holds, plan.adapters.values()))
         return plan.changes[self.number] == self.changes and held
 

@@ -200,6 +200,7 @@ class Simulation:
         retention: int | None = None,
         verify_hits: int = 0,
         x_share: float = 0.0,
+        on_reset: str = "keep",
     ):
         """``windows``: of each KV cache group in reuse mode; None is full attention. ``retention``:
         ``--prefix-cache-retention-interval``; None keeps everything."""
@@ -233,7 +234,9 @@ class Simulation:
         counters = Counters()
         self.suspensions: list[str] = []
         """Reasons that were saved."""
-        options = startup.SSDKVConfig.from_extra_config({**extra, "verify_hits": verify_hits})
+        options = startup.SSDKVConfig.from_extra_config(
+            {**extra, "verify_hits": verify_hits, "on_reset": on_reset}
+        )
         self.write_policy = WritePolicy(
             options,
             options.devices,
@@ -359,6 +362,11 @@ class Simulation:
 
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def empty_hbm(self) -> None:
+        """HBM gives its blocks up, as for others: that is no reset."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        self.scheduler.kv_cache_manager.evict_blocks(set(range(pool.num_gpu_blocks)))
 
     def preempt_all(self) -> None:
         """As an operator's reset of the prefix cache does; vLLM cannot while a load fills HBM."""

@@ -521,6 +521,19 @@ def test_block_hashes_can_be_made_without_an_adapter() -> None:
     assert keys.of(adapted) == bare
 
 
+def test_a_reset_of_the_prefix_cache_makes_a_new_table_of_hashes() -> None:
+    """So it is seen where vLLM tells connectors of none. Nothing else makes one."""
+    pool = BlockPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=BLOCK)
+    table = pool.cached_block_hash_to_block
+    blocks = pool.get_new_blocks(2)
+    assert not pool.reset_prefix_cache(), "blocks are in use"
+    pool.free_blocks(blocks)
+    pool.evict_blocks({block.block_id for block in blocks})
+    assert pool.cached_block_hash_to_block is table
+    assert pool.reset_prefix_cache()
+    assert pool.cached_block_hash_to_block is not table
+
+
 def test_block_hashes_are_the_same_in_every_process() -> None:
     code = (
         "from vllm.utils.hashing import sha256\n"

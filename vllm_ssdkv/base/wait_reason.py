@@ -23,6 +23,13 @@ class WaitReason(Enum):
         "They tell, or three steps have passed.",
         "none",
     )
+    DIGEST = (
+        "digest",
+        "both",
+        "The cache was reset, and the workers are about to digest the weights that they hold now.",
+        "They have, or three steps have passed.",
+        "none",
+    )
     HBM = (
         "hbm",
         "reuse",

@@ -329,11 +329,12 @@ class SSDKVConfig(OptionModel):
         Field(
             ge=0,
             le=1_000_000_000,
-            description="One hit in so many, and the first four after a start, are verified: the "
-            "last block of the hit is computed although it is stored, and compared. If they "
-            "differ by more than rounding, the store is suspended: nothing is found in it any "
-            "more, what was stored up to the last good one stays, an alert goes off, and "
-            "`ssdkv resume` takes it back. 0: none is. With a sparse selector none is either.",
+            description="One hit in so many, the first four after a start, and the next one after "
+            "a reset of the cache are verified: the last block of the hit is computed although it "
+            "is stored, and compared. If they differ by more than rounding, the store is "
+            "suspended: nothing is found in it any more, what was stored up to the last good one "
+            "stays, an alert goes off, and `ssdkv resume` takes it back. 0: none is. With a sparse "
+            "selector none is either.",
         ),
         Reason(
             "256: KV of other weights or settings is kept out by the keys; this finds what no list "
@@ -353,12 +354,26 @@ class SSDKVConfig(OptionModel):
             "drives where most prompts never come back, and computes each prefix twice."
         ),
     ] = "all"
+    on_reset: Annotated[
+        Literal["keep", "forget"],
+        Field(
+            description="When vLLM resets the cache and says so (`sleep`, `/pause`, "
+            "`release_kv_cache_memory`, `/reset_prefix_cache?reset_external=true`): `keep` hides "
+            "the store until the weights have been digested again, and shows what belongs to them; "
+            "`forget` never finds again what is stored."
+        ),
+        Reason(
+            "keep: keys have the digest of the weights, so what belongs to others is not found. "
+            "`ssdkv rm` erases a store."
+        ),
+    ] = "keep"
     trim: Annotated[
         bool,
         Field(
             description="Tell raw block devices (TRIM) what they need not keep: everything when a "
-            "store is made there, and all slots when the cache is reset; in idle moments, 1 GiB "
-            "per second at most. Data files are never trimmed: they keep their space."
+            "store is made there, and all slots that a reset of the cache dropped; in idle "
+            "moments, 1 GiB per second at most. Data files are never trimmed: they keep their "
+            "space."
         ),
         Reason(
             "false: slots are written again soon, which frees the old bytes just as well, and "

@@ -160,8 +160,8 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.unfinished()
 
     def reset_cache(self) -> bool | None:
-        """The weights change: what is stored belongs to the old ones."""
-        return None if self._scheduler is None else self._scheduler.forget_all()
+        """Somebody resets the cache: whose weights are in memory is to be seen again."""
+        return None if self._scheduler is None else self._scheduler.reset()
 
     # ---- worker ----
 

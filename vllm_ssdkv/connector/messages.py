@@ -255,6 +255,11 @@ class StepPlan:
     changes: tuple[int, ...] = ()
     """How many changes of its weights each rank has told of: the keys in this plan are bound to
     what it had then."""
+    resets: int = 0
+    """Resets of the cache after which a rank must have digested its weights: where it has not, it
+    does so in this step."""
+    awake: bool = False
+    """vLLM computes, or is about to: weights can be read."""
     adapters: dict[int, Adapter] = field(default_factory=dict)
     """Adapters of requests in this step that keys are bound to, by number."""
     save: CopyToDram = field(default_factory=lambda: CopyToDram.of(()))
@@ -319,6 +324,10 @@ class RankReport:
     """Digest of the weights, which have changed; empty: they have not."""
     changes: int = 0
     """How often they have, all together."""
+    unseen: bool = False
+    """Only a digest has shown that the weights have changed, not the looks between digests."""
+    resets: int = 0
+    """Resets after the last of which the rank has digested its weights; 0: as before."""
     adapters: dict[int, tuple[bytes, int]] = field(default_factory=dict)
     """Adapters that were loaded, by vLLM's number: digest, empty for one that is gone, and how many
     changes of adapters the rank has seen."""
@@ -356,6 +365,7 @@ class RankReport:
             or self.written
             or self.frames
             or self.weights
+            or self.resets
             or self.adapters
             or self.unbound
             or self.compared

@@ -80,6 +80,31 @@ def test_what_is_found_first_after_a_reload(make: Make) -> None:
     assert run.ours.counters.total("weights_changed") == 1
 
 
+def test_an_edit_that_only_a_digest_shows(make: Make) -> None:
+    """It is taken at the reset after the edit. What was stored since the digest before may be of
+    either weights, and is not found by anybody."""
+    run = make(slots=60, hbm_blocks=60)
+    for rank in run.ranks:
+        rank.blind = True
+    assert [ask(run), forget_hbm(run), ask(run)] == [0, None, BLOCKS]
+    run.reload(NEW)
+    run.empty_hbm()
+    run.add("old keys", prompt(100, 1), 4)
+    run.run()
+    forget_hbm(run)
+    assert ask(run) == 0
+    forget_hbm(run)
+    assert ask(run) == BLOCKS, "these are of the new weights alone"
+    run.reload(OLD)
+    forget_hbm(run)
+    assert ask(run) == BLOCKS, "what was stored before the last digest of the old ones"
+    run.add("again", prompt(100, 1), 4)
+    run.run()
+    run.check_answers(["again"])
+    assert run.began["again"] == 0
+    check(run)
+
+
 def test_nobody_resets_hbm(reuse: Make) -> None:
     """vLLM goes on with KV of the old weights in HBM. What comes of that is not stored."""
     run = reuse(slots=60, hbm_blocks=60)

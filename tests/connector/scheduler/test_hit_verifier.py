@@ -28,7 +28,7 @@ def ask(run: Simulation, name: str, tokens: list[int] | None = None) -> int:
     """Blocks that were in HBM or loaded when the request began."""
     run.add(name, tokens or prompt(100), 4)
     run.run()
-    run.scheduler.reset_prefix_cache()
+    run.empty_hbm()
     return run.began[name] // BLOCK
 
 
@@ -48,6 +48,17 @@ def test_the_first_hits_and_one_in_so_many(make: Make, depth: int, ranks: int) -
     assert verified(run) == (FIRST_HITS + 2) * ranks
     assert all(rank.compared == FIRST_HITS + 2 for rank in run.ranks)
     end(run, *map(str, range(14)))
+
+
+def test_the_next_hit_after_a_reset(make: Make) -> None:
+    run = make(slots=80, hbm_blocks=60, verify_hits=100)
+    stored(run, prompt(100))
+    for number in range(FIRST_HITS + 1):
+        ask(run, str(number))
+    for told in (False, True):
+        assert run.scheduler.reset_prefix_cache(reset_connector=told)
+        assert [ask(run, f"{told} {n}") for n in range(2)] == [BLOCKS - 1, BLOCKS]
+    assert verified(run) == FIRST_HITS + 2
 
 
 def test_none_are_verified(make: Make) -> None:

@@ -274,11 +274,11 @@ def test_an_old_copy_that_turns_out_bad_takes_the_new_one_with_it(
     assert rewritten(run) == BLOCKS - 1
 
 
-def test_a_reset_cache_keeps_no_rewrite(reuse: Make) -> None:
-    run = reuse(slots=100, frames=FRAMES)
+def test_a_reset_that_forgets_keeps_no_rewrite(reuse: Make) -> None:
+    run = reuse(slots=100, frames=FRAMES, on_reset="forget")
     with_slow_device(run)
     begin_to_rewrite(run)
-    run.ours.forget_all()
+    run.ours.reset()
     end(run, "a")
     assert rewritten(run) == 0
     assert found(run) == []

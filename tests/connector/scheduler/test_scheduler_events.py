@@ -17,9 +17,8 @@ from tests.connector.rank import BLOCK
 from tests.connector.simulation import CHUNK, WINDOW, Simulation
 from tests.connector.symbols import answer
 from vllm_ssdkv.base.errors import StoreFailedError
-from vllm_ssdkv.connector.messages import BACKGROUND, RankReport
+from vllm_ssdkv.connector.messages import RankReport
 from vllm_ssdkv.connector.scheduler import context_recovery, scheduler
-from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
 from vllm_ssdkv.store.index.journal import Journal
 from vllm_ssdkv.store.index.slot_index import SlotIndex
 
@@ -265,10 +264,10 @@ def test_only_the_request_with_the_bad_slot_is_sent_back(page: Make) -> None:
 
 
 def test_a_reset_of_the_cache_frees_slots_to_be_trimmed(reuse: Make) -> None:
-    run = reuse(slots=60)
+    run = reuse(slots=60, on_reset="forget")
     stored(run, prompt(100))
     assert all(plan.trim is None for plan in run.plans)
-    assert run.ours.forget_all()
+    assert run.ours.reset()
     run.add("a", prompt(20), 4)
     plan = run.step()
     assert plan is not None
@@ -449,29 +448,73 @@ def test_preempted_and_resumed_in_one_step(page: Make) -> None:
     assert hits(run, "a") == [9]
 
 
-def test_a_reset_forgets_everything(page: Make, reuse: Make) -> None:
+@pytest.mark.parametrize("on_reset", ["keep", "forget"])
+@pytest.mark.parametrize("told", [False, True], ids=["HBM alone", "connector too"])
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+def test_a_reset_hides_the_store_until_weights_are_digested(
+    page: Make, reuse: Make, on_reset: str, told: bool, depth: int
+) -> None:
     for make in (page, reuse):
-        run = make()
+        run = make(on_reset=on_reset, depth=depth, ranks=2)
         stored(run, prompt(100))
-        assert run.scheduler.reset_prefix_cache(reset_connector=True)
-        assert run.index.gauges()["ready"] == 0
+        assert run.scheduler.reset_prefix_cache(reset_connector=told)
+        forgotten = told and on_reset == "forget"
+        assert run.index.gauges()["ready"] == (0 if forgotten else 6)
+        run.step()
+        assert all(rank.resets == 0 for rank in run.ranks), "nobody computes: weights may be away"
         run.add("a", prompt(100), 4)
         end(run, "a")
-        run.scheduler.reset_prefix_cache()
+        assert all(rank.resets >= 1 for rank in run.ranks)
+        run.empty_hbm()
         run.add("b", prompt(100), 4)
         end(run, "b")
-        assert (hits(run, "a"), hits(run, "b")) == ([], [6])
+        assert (hits(run, "a"), hits(run, "b")) == ([] if forgotten else [6], [6])
+        dropped = run.rebalancer._counters.total("slots_dropped", cause="reset")
+        assert dropped == (6 if forgotten else 0)
 
 
+def test_requests_compute_where_no_digest_comes(reuse: Make) -> None:
+    """A rank that does not tell keeps the store hidden, and nobody waits for it for long."""
+    run = reuse()
+    stored(run, prompt(100))
+    assert run.scheduler.reset_prefix_cache()
+    run.ranks[0].resets = 1  # it takes the digest for taken, and tells of none
+    run.add("a", prompt(120), 4)
+    end(run, "a")
+    run.empty_hbm()
+    run.add("b", prompt(120), 4)
+    end(run, "b")
+    assert hits(run, "a") == hits(run, "b") == []
+    assert run.index.gauges()["ready"] == 6, "nothing is stored"
+
+
+@pytest.mark.parametrize("on_reset", ["keep", "forget"])
+def test_a_reset_beside_a_load(page: Make, reuse: Make, on_reset: str) -> None:
+    """vLLM cannot reset HBM then. The load goes on, and nothing raises or hangs."""
+    for make in (page, reuse):
+        run = make(on_reset=on_reset)
+        stored(run, prompt(100))
+        run.add("a", prompt(100), 4)
+        run.step()
+        assert run.ranks[0].loads
+        assert not run.scheduler.reset_prefix_cache(reset_connector=True)
+        assert run.ours.reset(), "the connector has been reset"
+        end(run, "a")
+        assert run.began["a"] == 96
+
+
+@pytest.mark.parametrize("on_reset", ["keep", "forget"])
 @pytest.mark.parametrize("reset", ["no", "before", "after"])
-def test_a_restart_finds_what_was_durable(reuse: Make, tmp_path: Path, reset: str) -> None:
+def test_a_restart_finds_what_was_durable(
+    reuse: Make, tmp_path: Path, reset: str, on_reset: str
+) -> None:
     def index() -> SlotIndex:
         journal = Journal(
             tmp_path / "journal", store=UUID(int=1), fingerprint=bytes(16), num_slots=40
         )
         return SlotIndex(40, journal)
 
-    run = reuse(index=index())
+    run = reuse(index=index(), on_reset=on_reset)
     if reset == "before":
         assert run.scheduler.reset_prefix_cache(reset_connector=True)
     stored(run, prompt(100))
@@ -483,7 +526,7 @@ def test_a_restart_finds_what_was_durable(reuse: Make, tmp_path: Path, reset: st
     again.content = run.content
     again.add("a", prompt(100), 4)
     end(again, "a")
-    assert hits(again, "a") == ([] if reset == "after" else [6])
+    assert hits(again, "a") == ([] if (reset, on_reset) == ("after", "forget") else [6])
     again.ours.close()
 
 
@@ -529,18 +572,6 @@ def test_who_is_kept_while_the_engine_is_paused_asks_for_no_steps(
         assert not run.ours.unfinished()
         run.scheduler.set_pause_state(PauseState.UNPAUSED)
         end(run, *"ab")
-
-
-def test_a_reset_waits_for_loads_of_requests_only(reuse: Make) -> None:
-    run = reuse()
-    none = np.zeros(0, dtype=np.int64)
-    for name in BACKGROUND:
-        run.ours.loads.start(name, GroupLoad(none, (), none, 0))
-    assert run.ours.forget_all()
-    run.ours.loads.start("a", GroupLoad(none, (), none, 0))
-    assert not run.ours.forget_all()
-    run.ours.loads.end("a")
-    assert run.ours.forget_all()
 
 
 # ---- slots that the scrub found bad ----

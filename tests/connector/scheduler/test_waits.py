@@ -142,6 +142,15 @@ def adapter(configs: Configs) -> Simulation:
     return run
 
 
+def digest(configs: Configs) -> Simulation:
+    """The cache was reset; the workers digest their weights in the next step."""
+    run = Simulation(configs["reuse"], slots=60, hbm_blocks=60)
+    assert run.scheduler.reset_prefix_cache()
+    run.add("waits", prompt(40), 4)
+    run.step()
+    return run
+
+
 def elsewhere(configs: Configs) -> Simulation:
     """Another engine of the node computes its blocks, for as long as it is asked five times."""
     run = Simulation(configs["reuse"], slots=60, hbm_blocks=60)
@@ -171,6 +180,7 @@ def writes_paused(configs: Configs) -> Simulation:
 
 SITUATIONS: dict[WaitReason, Callable[[Configs], Simulation]] = {
     WaitReason.ADAPTER: adapter,
+    WaitReason.DIGEST: digest,
     WaitReason.HBM: hbm,
     WaitReason.HBM_TURN: hbm_turn,
     WaitReason.RETRY_TURN: retry_turn,

@@ -105,6 +105,8 @@ class BlockKeys:
         self.resumable_apart = apart
         self.suspended = False
         """True if the store is: nobody is to find what is computed."""
+        self.hidden = False
+        """True between a reset of the cache and the next digest of the weights."""
         self._identities: dict[str, bytes] = {}
         self._chosen: dict[str, tuple[int, bytes]] = {}
         """First block of a request that binds a choice, and the digest of that choice."""
@@ -203,16 +205,17 @@ class BlockKeys:
     def private(self, request: Request) -> bool:
         """Check whether what the request computes is for itself.
 
-        So it is while the store is suspended; where it is stored as X (:meth:`keep_apart`); where
-        weights have changed under it; where its adapter is read anew for every step; and for a
-        resumable request whose steps compute tokens that a turn's end takes back. With drafts, a
-        turn may end among some that were accepted: vLLM takes their KV for that of the next turn's
-        input. With a state, a turn may end while the step after its last token is under way: the
-        next turn goes on from a state that has seen a token too much.
+        So it is while the store is suspended or hidden; where it is stored as X
+        (:meth:`keep_apart`); where weights have changed under it; where its adapter is read anew
+        for every step; and for a resumable request whose steps compute tokens that a turn's end
+        takes back. With drafts, a turn may end among some that were accepted: vLLM takes their KV
+        for that of the next turn's input. With a state, a turn may end while the step after its
+        last token is under way: the next turn goes on from a state that has seen a token too much.
         """
         adapter = request.lora_request
         return (
             self.suspended
+            or self.hidden
             or self.is_mixed(request)
             or request.request_id in self._apart
             or (adapter is not None and adapter.load_inplace)

@@ -112,6 +112,10 @@ class HitVerifier:
             compared=True,
         )
 
+    def restart(self) -> None:
+        """Verify the next hit: the cache was reset, and weights may have changed."""
+        self._next = min(self._next, self._hits)
+
     def keeps(self, slot: int) -> bool:
         """Check whether a slot's block is stored and computed at this time, to be compared."""
         checks = (*self._checks.values(), *self._compared.values())

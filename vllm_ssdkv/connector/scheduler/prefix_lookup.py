@@ -45,6 +45,7 @@ class PrefixLookup:
             return Miss()
         if (
             self._suspension
+            or self._identities.resets.hidden
             or not self._parts.engine.reuses
             or self._loads.retries.given_up(request.request_id)
             or request.skip_reading_prefix_cache
@@ -89,8 +90,9 @@ class PrefixLookup:
 
     def _must_wait(self, request: Request, step: int) -> WaitReason | None:
         """Reason not even to ask the store."""
-        if self._identities.awaits_adapter(request, step):
-            return WaitReason.ADAPTER
+        told_soon = self._identities.awaits(request, step)
+        if told_soon is not None:
+            return told_soon
         retries, others = self._loads.retries, bool(self._parts.requests)
         if retries.must_wait(request, self._groups.hbm, others):
             own = request.request_id in retries

@@ -25,6 +25,7 @@ class ReportIntake:
     def take(self, reports: Sequence[tuple[int, RankReport]], received: Iterable[str]) -> None:
         """Take in what the workers say, and the loads of requests that have ended."""
         self._parts.identities.told(reports, self._requests.values())
+        self._digested(reports)
         self._compared(reports)
         written: list[int] = []
         for rank, report in reports:
@@ -105,7 +106,16 @@ class ReportIntake:
         self._slots.write_failed(slot)
         self._policy.slot_write_failed(slot)
 
-    # ---- verified hits ----
+    # ---- weights and verified hits ----
+
+    def _digested(self, reports: Sequence[tuple[int, RankReport]]) -> None:
+        """After a reset a digest may show a change of weights that nobody saw before: what was
+        stored since the digest before may be of either weights."""
+        if any(report.unseen for _, report in reports):
+            for slot in self._slots.undigested.slots().tolist():
+                self._slots.drop(slot, "weights")
+        if any(report.resets for _, report in reports) and not self._parts.identities.resets.hidden:
+            self._slots.undigested.clear()
 
     def _compared(self, reports: Sequence[tuple[int, RankReport]]) -> None:
         """A stored block was compared with what the engine computes, or is of other weights."""

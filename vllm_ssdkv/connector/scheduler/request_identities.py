@@ -7,8 +7,10 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.base.wait_reason import WaitReason
 from vllm_ssdkv.connector.messages import Adapter, RankReport
 from vllm_ssdkv.connector.scheduler.block_keys import BlockKeys
+from vllm_ssdkv.connector.scheduler.cache_resets import CacheResets
 from vllm_ssdkv.connector.scheduler.identities import TELLING_STEPS, HbmIdentities, RankIdentities
 from vllm_ssdkv.connector.scheduler.media_contents import MediaContents
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
@@ -28,6 +30,7 @@ class RequestIdentities:
         ranks: Weights and adapters as the workers have told them.
         keys: Keys of blocks in the store.
         hbm: Identities of blocks in vLLM's own cache.
+        resets: Resets of the cache.
     """
 
     def __init__(
@@ -43,27 +46,34 @@ class RequestIdentities:
             media=MediaContents(engine.block_tokens, seen=engine.sees_media),
         )
         self.hbm = HbmIdentities(ranks.namespace)
+        self.resets = CacheResets(len(ranks.weights))
         self._counters = counters
         # Requests that have ended since the workers last told of their step.
         self._ended: list[RequestState] = []
-        # Step in which a request first waited for its adapter.
+        # Step in which a request first waited for what the workers have to tell.
         self._waits_since: dict[str, int] = {}
 
     def __bool__(self) -> bool:
         """Check whether anything is remembered of a request that has not ended."""
         return bool(self.keys or self._waits_since)
 
-    def awaits_adapter(self, request: Request, step: int) -> bool:
-        """Check whether workers may hold the request's adapter and have not told of it yet.
+    def awaits(self, request: Request, step: int) -> WaitReason | None:
+        """Reason for a request to wait for what the workers tell within a few steps; None: it does
+        not.
 
-        They tell with the next step. An adapter that they do not hold is loaded when its first
-        request runs."""
+        After a reset they tell whose weights they hold with the next step, and of an adapter that
+        they hold. One that they do not hold is loaded when its first request runs."""
+        self.resets.order()
         adapter = request.lora_request
-        if adapter is None or self.ranks.adapter(adapter.lora_int_id) is not None:
+        if self.resets.hidden:
+            reason = WaitReason.DIGEST
+        elif adapter is not None and self.ranks.adapter(adapter.lora_int_id) is None:
+            reason = WaitReason.ADAPTER
+        else:
             self._waits_since.pop(request.request_id, None)
-            return False
+            return None
         since = self._waits_since.setdefault(request.request_id, step)
-        return step - since < TELLING_STEPS
+        return reason if step - since < TELLING_STEPS else None
 
     def began_alike(self, request: Request, blocks: int) -> bool:
         """Check whether a request's first blocks, in HBM, were computed with its own identity."""
@@ -96,10 +106,24 @@ class RequestIdentities:
         self.hbm.holds(hashes[:border], self.to_store(request), block_ids)
         self.hbm.holds(hashes[border:], b"", block_ids)
 
+    def look_for_reset(self) -> bool:
+        """Check whether HBM's cache was reset since the last look: the store is hidden then."""
+        found = self.resets.look()
+        self.keys.hidden = self.resets.hidden
+        return found
+
+    def reset(self) -> None:
+        """Hide the store until the workers have digested their weights: the cache was reset."""
+        self.resets.begin()
+        self.keys.hidden = True
+
     def told(
         self, reports: Sequence[tuple[int, RankReport]], states: Collection[RequestState]
     ) -> None:
-        """Take in which weights and adapters have changed under the running requests."""
+        """Take in which weights and adapters have changed under the running requests, and which
+        ranks have digested their weights after a reset."""
+        self.resets.told(reports)
+        self.keys.hidden = self.resets.hidden
         weights, adapters = self.ranks.told(reports)
         running = [state.request for state in states]
         for state in (*states, *self._ended):

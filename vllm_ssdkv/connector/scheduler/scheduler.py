@@ -5,6 +5,7 @@ Runs in the engine core's process on its one thread; nothing here touches a devi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+logger = logging.getLogger(__name__)
+
 RETURN_S: Final = 60.0
 """Wait of requests for devices out of use, where there are no other slots, in seconds."""
 
@@ -96,6 +99,8 @@ class SSDKVScheduler:
         self._waits = WaitCounter(store.counters)
         self._step = 0
         self._settled = True
+        self._asked = False
+        """True if vLLM has asked for a hit since the last step."""
         self.asked, self.groups, self.loads = parts.asked, parts.groups, parts.loads
         self.keys: BlockKeys = parts.identities.keys
         self.verifier: HitVerifier = parts.verifier
@@ -131,6 +136,7 @@ class SSDKVScheduler:
         groups.bind(hbm)
         identities.keys.resumable_apart |= groups.has_states
         identities.hbm.pool = hbm.block_pool
+        identities.resets.bind(hbm.block_pool)
         identities.hbm.groups = len(groups)
         self._policy.bind(hbm)
 
@@ -147,6 +153,7 @@ class SSDKVScheduler:
         Raises:
             StoreFailedError: the request can never be served any more.
         """
+        self._look_for_reset()
         request_id = str(request.request_id)
         earlier = self._parts.requests.pop(request_id, None)
         if earlier is not None:
@@ -154,6 +161,7 @@ class SSDKVScheduler:
             self._release(earlier)
         self.keys.forget(request_id)
         self.verifier.forget(request_id)
+        self._asked = True
         match = self._lookup.match(request, computed, self._step)
         self._policy.answered(request_id, waits=isinstance(match, Wait))
         self._waits.answered(request_id, match)
@@ -175,6 +183,7 @@ class SSDKVScheduler:
     def plan(self, output: SchedulerOutput) -> SSDKVMetadata:
         """The message to the workers for the step that vLLM has just scheduled."""
         self._step += 1
+        self._look_for_reset()
         self._policy.begin_step()
         rebalancer, loads, draft = self.rebalancer, self.loads, self._parts.draft
         rebalancer.step()
@@ -183,10 +192,17 @@ class SSDKVScheduler:
             if state is not None and state.born < self._step:
                 del self._parts.requests[request_id]
                 self._release(state)
+        idle = output.total_num_scheduled_tokens == 0
+        awake, self._asked = self._asked or not idle, False
+        identities = self._parts.identities
+        if awake:
+            identities.resets.order()
         plan = SSDKVMetadata(
             self._step,
-            self._parts.identities.ranks.changes,
-            idle=output.total_num_scheduled_tokens == 0,
+            identities.ranks.changes,
+            identities.resets.ordered,
+            awake,
+            idle=idle,
         )
         for state, computed in self._scheduled(output):
             self._schedule(plan, state, computed, output)
@@ -249,6 +265,7 @@ class SSDKVScheduler:
             return
         for item in self._parts.rewriter.plan(output.num_scheduled_tokens, choice.frames):
             self._parts.slots.unverified.rewrite(item.old, item.new)
+            self._parts.slots.undigested.rewrite(item.old, item.new)
             if item.block_id:
                 draft.copies.append((item.new, item.epoch, item.block_id, -1))
                 draft.flushes.append((item.new, item.epoch, item.key))
@@ -298,15 +315,33 @@ class SSDKVScheduler:
 
     # ---- state of the whole ----
 
-    def forget_all(self) -> bool:
-        """Never find again what is stored now: somebody resets the cache.
+    def reset(self) -> bool:
+        """Hide what is stored until the weights are digested again: somebody resets the cache.
 
-        Requests that run keep what they hold; vLLM preempts them before it asks for this. False
-        when a request's load is under way.
+        Requests and loads that are under way go on. With the option ``on_reset: "forget"`` what is
+        stored now is never found again.
         """
-        self._parts.store.rebalancer.forget_stored()
-        self._parts.draft.trim = self._parts.store.index.free_slots()
-        return not self.loads.of_requests
+        self._parts.identities.reset()
+        self._begin_after_reset()
+        if self._parts.config.on_reset == "forget":
+            self._parts.store.rebalancer.forget_stored()
+            self._parts.draft.trim = self._parts.store.index.free_slots()
+            logger.warning(
+                "ssdkv: the cache was reset: nothing that was stored before is found any more "
+                "(on_reset)"
+            )
+        return True
+
+    def _look_for_reset(self) -> None:
+        """vLLM tells connectors of a reset of HBM's cache only where it is asked to."""
+        if self._parts.identities.look_for_reset():
+            self._begin_after_reset()
+
+    def _begin_after_reset(self) -> None:
+        self.verifier.restart()
+        logger.info(
+            "ssdkv: the cache was reset: the store is hidden until the weights have been digested"
+        )
 
     def unfinished(self) -> bool:
         """Check whether the workers owe reports: vLLM keeps stepping until they are in."""

@@ -34,13 +34,15 @@ class SlotLedger:
 
     Attributes:
         writing: Published slots on their way to the devices.
-        unverified: Marks of this run's blocks.
+        unverified: Marks of this run's blocks, until a verified hit was the same.
+        undigested: Marks of blocks, until the weights have been digested.
     """
 
     def __init__(self, index: BlockIndex, ranks: int, draft: StepDraft, counters: Counters):
         """``draft`` takes the orders to workers."""
         self.writing = PendingWrites(ranks)
         self.unverified = UnverifiedBlocks(index.num_slots)
+        self.undigested = UnverifiedBlocks(index.num_slots)
         self._index, self._draft, self._counters = index, draft, counters
         # Slot -> epoch, of slots with a copy in DRAM and without a key.
         self._held: dict[int, int] = {}
@@ -101,6 +103,7 @@ class SlotLedger:
 
     def _write(self, slot: int, epoch: int, key: bytes) -> None:
         self.unverified.add(slot)
+        self.undigested.add(slot)
         if slot in self.writing:
             # A node has claimed it anew in another session: nobody reports the write before.
             self.unpin([slot])

@@ -1,4 +1,5 @@
-"""Blocks that this run stored since a verified hit last showed that it computes what is stored."""
+"""Blocks that this run stored since it was last shown whose they are: by a verified hit, or by a
+digest of the weights."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from numpy.typing import NDArray
 
 
 class UnverifiedBlocks:
-    """Marks on slots. If the next verified hit differs, nobody may find these blocks later.
+    """Marks on slots. If the next check fails, nobody may find these blocks later.
 
     A byte per slot. Used by the scheduler's thread.
 
@@ -30,7 +31,7 @@ class UnverifiedBlocks:
         self._marks[new] = self._marks[old]
 
     def clear(self) -> None:
-        """A verified hit was the same."""
+        """The check was good."""
         self._marks[:] = False
 
     def slots(self) -> NDArray[np.int64]:

@@ -135,6 +135,8 @@ class SSDKVWorker:
         self._adapters = LoadedAdapters(model.roots)
         self._weights = b""
         self._changes = 0
+        self._resets = 0
+        """Resets of the cache after the last of which the weights were digested."""
         self._comparer: BlockComparer | None = None
         self._stored = StoredBlocks()
         self._store: RankStore | None = None
@@ -437,14 +439,21 @@ class SSDKVWorker:
     def _check_weights(self, plan: StepPlan) -> bool:
         """Check whether this rank has the weights and adapters that a plan's keys are bound to.
 
-        One look at the weights, and where they have changed, a pass over them."""
-        if self._model.changed():
+        One look at the weights, and where they have changed, or the cache was reset, a pass over
+        them. None where weights may be away, as in an engine that sleeps."""
+        reset = plan.resets > self._resets
+        looks = plan.compare or plan.loads or len(plan.commit.slots) or len(plan.save.slots)
+        seen = plan.awake and bool(looks or self._model.touched()) and self._model.changed()
+        if reset or seen:
             digest = self._digest_model()
             if digest != self._weights:
                 self._weights = self._report.weights = digest
                 self._changes += 1
                 self._report.changes = self._changes
+                self._report.unseen = not seen
                 self._distrusted |= self._loading - BACKGROUND
+        if reset:
+            self._resets = self._report.resets = plan.resets
         held = all(map(self._holds, plan.adapters.values()))
         return plan.changes[self.rank] == self._changes and held
 
@@ -536,10 +545,7 @@ class SSDKVWorker:
             self.step = None
         if self.projector is not None:
             self.projector.recording = False
-        commit, bound = plan.commit, True
-        looks = plan.compare or plan.loads or len(commit.slots) or len(plan.save.slots)
-        if looks or self._model.touched():
-            bound = self._check_weights(plan)
+        commit, bound = plan.commit, self._check_weights(plan)
         for comparison in plan.compare:
             self._compare(comparison, bound=bound)
         if not bound:
