@@ -114,7 +114,7 @@ class TestSettings:
         found = [
             self.settings(model),
             self.settings(model, additional_config={"layout": "nz"}),
-            self.settings(model, additional_config={"layout": "nd"}),
+            self.settings(model, additional_config={"layout": "blocked"}),
             self.settings(model, chooses=True),
         ]
         assert len({settings.digest for settings in found}) == len(found)
