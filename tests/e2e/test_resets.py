@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.conftest import SOAK_ROUNDS
 from tests.e2e.engine import Engine
 from tests.e2e.models import prompts
@@ -38,7 +40,44 @@ def part_of_weights(model: Any) -> Callable[[], None]:  # noqa: ANN401 - vLLM's 
     return undo
 
 
-EDITS: dict[str, Edit] = {"part of weights": part_of_weights}
+def steer(module: Any, given: object, output: Any) -> Any:  # noqa: ANN401 - hooks of torch
+    return (output[0] * 1.05, *output[1:]) if isinstance(output, tuple) else output * 1.05
+
+
+def hook(model: Any) -> Callable[[], None]:  # noqa: ANN401 - vLLM's model
+    """Activation steering."""
+    handle = model.model.layers[1].mlp.down_proj.register_forward_hook(steer)
+    return handle.remove  # type: ignore[no-any-return]  # the model is Any
+
+
+def replaced_forward(model: Any) -> Callable[[], None]:  # noqa: ANN401 - vLLM's model
+    """A method that calls the one in whose place it is."""
+    layer = model.model.layers[1].mlp
+    before = layer.forward
+    layer.forward = lambda given: before(given) * 1.1
+
+    def undo() -> None:
+        del layer.forward
+
+    return undo
+
+
+def steering_vector(model: Any) -> Callable[[], None]:  # noqa: ANN401 - vLLM's model
+    """A hook that reads a tensor, which nothing in a later process tells from another one."""
+    vector = torch.linspace(-1, 1, 256)
+    handle = model.model.layers[1].mlp.down_proj.register_forward_hook(
+        lambda module, given, output: (output[0] + vector, *output[1:])
+    )
+    return handle.remove  # type: ignore[no-any-return]  # the model is Any
+
+
+EDITS: dict[str, Edit] = {
+    "part of weights": part_of_weights,
+    "hook": hook,
+    "forward": replaced_forward,
+}
+UNSTABLE: dict[str, Edit] = {"steering vector": steering_vector}
+"""Edits after which each digest is like no other."""
 
 
 @contextmanager
@@ -107,7 +146,7 @@ def test_resets_keep_the_store(
     with Engine(models["llama"], enable_prefix_caching=False, **options) as engine:
         right = [answer.tokens for answer in engine.answers(PROMPTS)]
         others = {}
-        for name, edit in EDITS.items():
+        for name, edit in (EDITS | UNSTABLE).items():
             with edited(engine, edit):
                 others[name] = [answer.tokens for answer in engine.answers(PROMPTS)]
             assert others[name] != right
@@ -130,8 +169,18 @@ def test_resets_keep_the_store(
             ask(engine, right, HITS)
         assert engine.ssdkv("slots_dropped") == 0
         assert engine.ssdkv("weights_changed") == 2 * len(EDITS)
+        for name, edit in UNSTABLE.items():
+            with edited(engine, edit):
+                ask(engine, others[name], NONE)
+                assert engine.llm.reset_prefix_cache()
+                ask(engine, others[name], NONE)
+            ask(engine, right, HITS)
     with Engine(models["llama"], ssdkv=ssdkv, **options) as engine:
         ask(engine, right, HITS)
         for name, edit in EDITS.items():
             with edited(engine, edit):
                 ask(engine, others[name], HITS)
+        for name, edit in UNSTABLE.items():
+            with edited(engine, edit):
+                ask(engine, others[name], NONE)
+        ask(engine, right, HITS)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from vllm.lora.layers import ReplicatedLinearWithLoRA
 
 from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.connector.identity.loaded_model import (
@@ -212,18 +213,16 @@ def test_reloading_is_seen(tree: ModuleTree) -> None:
 class Wrapped(nn.Module):
     """As where adapters are enabled."""
 
-    __module__ = "vllm.lora.layers"
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base_layer = base
-        self.slots = 4
+    __module__ = ReplicatedLinearWithLoRA.__module__
+    base_layer: nn.Module
+    slots = 4
 
 
 def test_enabling_adapters_changes_nothing(tree: ModuleTree) -> None:
     model = Model()
     before = digest(tree, model).digest
-    model.layers[0].proj = Wrapped(model.layers[0].proj)
+    wrapped = Wrapped()
+    wrapped.base_layer, model.layers[0].proj = model.layers[0].proj, wrapped
     assert digest(tree, model).digest == before
 
 

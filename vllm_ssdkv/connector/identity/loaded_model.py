@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vllm_ssdkv.base.errors import UnsupportedError
+from vllm_ssdkv.connector.identity.module_code import CodeProbe, ModelCode
 from vllm_ssdkv.connector.identity.module_tree import TREE, ModuleTree, describe
 from vllm_ssdkv.kernels.tensor_digest import TensorProbe, digest_tensors
 
@@ -67,8 +68,9 @@ class ModelDigest:
 class LoadedModel:
     """The modules that hold a set of layers: the model, and a drafter where there is one.
 
-    Parameters, buffers (tables of rotary positions among them) and the modules' settings (scales,
-    windows, caps, kinds of kernels) make the digest. Used by the worker's thread.
+    Parameters, buffers (tables of rotary positions among them), the modules' settings (scales,
+    windows, caps, kinds of kernels), hooks, replaced methods and remote code make the digest. Used
+    by the worker's thread.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class LoadedModel:
         self._tree, self._files = tree, files
         self._roots = [weakref.ref(root) for root in roots.values()]
         self._probe: TensorProbe | None = None
+        self._code: CodeProbe | None = None
         self._registered: list[int] = []
         self._substitute = ""
         """Text in place of weights that a kernel keeps where nobody sees them."""
@@ -116,13 +119,15 @@ class LoadedModel:
             UnsupportedError: weights can be seen neither in memory nor in files.
         """
         started = time.perf_counter()
-        lines: list[str] = []
+        code = ModelCode(plain)
+        lines = code.shared()
         named: list[tuple[str, torch.Tensor]] = []
         unseen: list[str] = []
         seen: set[int] = set()
         for number, root in enumerate(self.roots):
             for place, module in root.named_modules(prefix=str(number)):
                 path = place.replace(".base_layer", "")
+                lines += code.lines(path, module)
                 if not type(module).__module__.startswith(_WRAPPERS):
                     lines.append(f"{path} {type(module).__qualname__} {settings_of(module)}")
                 for name, tensor in _tensors_of(module):
@@ -135,6 +140,13 @@ class LoadedModel:
                     elif tensor.numel() == 0 and self._tree.held(module, name):
                         unseen.append(f"{path}.{name}")
                     named.append((f"{path}.{name}", tensor))
+        if code.unstable:
+            logger.warning(
+                "ssdkv: %d hook(s) or method(s) of the model run code that cannot be identified, "
+                "first %s: KV that they change is not found any more after the next reset or start",
+                len(code.unstable),
+                code.unstable[0],
+            )
         if unseen:
             lines.append(self._in_place_of(unseen))
         else:
@@ -146,6 +158,7 @@ class LoadedModel:
             for (name, tensor), digest in zip(named, digests, strict=True)
         ]
         self._probe = TensorProbe(tensors)
+        self._code = CodeProbe(module for root in self.roots for module in root.modules())
         self._tree.watch(self.roots)
         self._registered = self._registrations()
         found = hashlib.blake2b("\n".join(lines).encode(), digest_size=DIGEST_BYTES).digest()
@@ -157,7 +170,7 @@ class LoadedModel:
 
         The files, as long as weights are those of the start; later ones are like no others.
         """
-        if self._substitute and not self.changed():
+        if self._substitute and not self._weights_changed():
             return self._substitute
         if self._probe is not None:
             self._substitute = f"loaded anew {uuid.uuid4()}"
@@ -182,8 +195,11 @@ class LoadedModel:
         """Check whether weights may be others than at the last :meth:`digest`: a cheap look.
 
         It finds what loads weights anew: parameters that are replaced, and content that is. A few
-        words of each tensor are compared.
+        words of each tensor are compared. It finds hooks and methods that are put on or taken away.
         """
+        return self._code is None or self._code.changed() or self._weights_changed()
+
+    def _weights_changed(self) -> bool:
         return self._probe is None or self.touched() or self._probe.changed()
 
     def touched(self) -> bool:
