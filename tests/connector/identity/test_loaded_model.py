@@ -90,6 +90,17 @@ def test_the_model_is_found_from_its_layers(tree: ModuleTree) -> None:
     assert found.digest().nbytes == 2 * 2 * (16 + 4 + 8) * 4
 
 
+class SparseMoeBlock(nn.Module):
+    """Experts."""
+
+
+def test_experts_are_known(tree: ModuleTree) -> None:
+    model = Model()
+    assert not LoadedModel(model.attention(), str, tree).routed
+    model.layers[1].mlp = SparseMoeBlock()
+    assert LoadedModel(model.attention(), str, tree).routed
+
+
 def test_a_model_that_was_made_before_cannot_be_found(tree: ModuleTree) -> None:
     with pytest.raises(UnsupportedError, match="VLLM_PLUGINS"):
         LoadedModel([Attention()], str, tree)

@@ -12,6 +12,7 @@ from vllm_ssdkv.connector.worker.block_comparison import (
     BlockComparer,
     StoredBlocks,
     element_type,
+    layers_of_tokens,
 )
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
@@ -41,7 +42,7 @@ class Rig:
             begin = shape.layer_offset(layer)
             held = self.frame[begin : begin + shape.layer_bytes].reshape(pages, shape.page_bytes)
             held[:, : shape.payload_bytes] = raw
-        self.comparer = BlockComparer(self.caches, shape, dtype)
+        self.comparer = BlockComparer(self.caches, shape, dtype, TOKENS, {0})
 
     def becomes(self, layer: int, values: torch.Tensor) -> float:
         self.caches[layer][1] = values.to(self.dtype)
@@ -67,12 +68,36 @@ def test_the_worst_layer_counts_and_layers_behind_are_not_looked_at() -> None:
     assert rig.comparer.deviation(1, rig.frame, 2) == 0
 
 
-def test_single_tokens_do_not_count() -> None:
+def test_single_tokens_do_not_count_in_other_layers() -> None:
     """As where a mixture of experts sends a token another way."""
     rig = Rig("opaque", torch.bfloat16)
-    values = rig.values[0, 1].clone()
+    values = rig.values[1, 1].clone()
     values[: len(values) // 3] = 100
-    assert rig.becomes(0, values) < rig.comparer.tolerance
+    assert rig.becomes(1, values) < rig.comparer.tolerance
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_token_that_differs_is_seen(dtype: torch.dtype) -> None:
+    rig = Rig("opaque", dtype)
+    values = rig.values[0, 1].clone()
+    size = len(values) // TOKENS
+    values[5 * size : 6 * size] = torch.randn(size, generator=torch.Generator().manual_seed(3))
+    assert rig.becomes(0, values) > rig.comparer.tolerance
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rounding_of_tokens_is_near(dtype: torch.dtype) -> None:
+    """Many numbers are the next one of their type, more than rounding makes in a first layer."""
+    rig = Rig("opaque", dtype)
+    other = rig.values[0, 1] * (1 + torch.finfo(dtype).eps / 2)
+    assert rig.becomes(0, other) < rig.comparer.tolerance
+
+
+def test_single_tokens_count_in_the_first_layers() -> None:
+    names = [f"model.layers.{number}.self_attn.attn" for number in (5, 0, 40, 15, 16)]
+    assert layers_of_tokens(names, routed=False) == {0, 1, 3}
+    assert layers_of_tokens(names, routed=True) == {1}
+    assert layers_of_tokens(["attn"], routed=False) == frozenset()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -112,6 +112,14 @@ class LoadedModel:
         """The model first, in the order of its layers."""
         return [root for ref in self._roots if (root := ref()) is not None]
 
+    @property
+    def routed(self) -> bool:
+        """Check whether a model has experts, to which it sends single tokens."""
+        names = (
+            type(module).__qualname__.lower() for root in self.roots for module in root.modules()
+        )
+        return any("moe" in name or "expert" in name for name in names)
+
     def digest(self) -> ModelDigest:
         """One pass over all of it, at the speed of memory; :meth:`changed` is relative to it.
 

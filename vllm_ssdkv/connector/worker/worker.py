@@ -34,7 +34,12 @@ from vllm_ssdkv.connector.messages import (
     SlotArray,
     StepPlan,
 )
-from vllm_ssdkv.connector.worker.block_comparison import BlockComparer, StoredBlocks, element_type
+from vllm_ssdkv.connector.worker.block_comparison import (
+    BlockComparer,
+    StoredBlocks,
+    element_type,
+    layers_of_tokens,
+)
 from vllm_ssdkv.connector.worker.block_copy import (
     BlockPort,
     OpaquePort,
@@ -243,7 +248,14 @@ class SSDKVWorker:
         kind = element_type(self.layout.dtype, self.layout.cache_dtype)
         if kind is not None:
             self._comparer = BlockComparer(
-                [as_it_lies(cache) for cache in caches], self.layout.geometry, kind
+                [as_it_lies(cache) for cache in caches],
+                self.layout.geometry,
+                kind,
+                self.layout.block_tokens,
+                # Where layers hold states, blocks of the others have padding.
+                frozenset()
+                if self.layout.has_states
+                else layers_of_tokens(self.layout.layer_names, routed=self._model.routed),
             )
         self._timer = StepTimer(caches[0].device)
         if caches[0].is_cuda:
