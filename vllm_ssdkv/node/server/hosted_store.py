@@ -40,6 +40,7 @@ from vllm_ssdkv.store.format.slot_geometry import I64
 from vllm_ssdkv.store.index.slot_index import SlotState
 from vllm_ssdkv.store.index_metrics import IndexMetrics
 from vllm_ssdkv.store.open import StorePlace, open_index
+from vllm_ssdkv.store.unread_slots import UnreadSlots
 from vllm_ssdkv.store.write_pauses import WritePauses
 from vllm_ssdkv.store.write_policy import open_write_policy
 
@@ -117,6 +118,7 @@ class HostedStore:
             self._rebalancer, [device.path for device in place.stored().devices]
         )
         self._pauses = WritePauses(placement, self._device_weights, whole=False)
+        self._unread = UnreadSlots(self._index, self._rebalancer, self.counters)
         self._metrics = IndexMetrics(self._index, self._rebalancer, self.counters)
         self.name_key = place.name_key()
         self._pass_on_segments()
@@ -174,6 +176,7 @@ class HostedStore:
     def lookup(self, lease: Lease, keys: Sequence[bytes]) -> tuple[I64, I64]:
         """Slots of the longest prefix of ``keys`` that is there for a session, and their epochs."""
         with self._lock:
+            self._unread.step()
             slots = self._index.lookup(keys)
             if lease.since:
                 there = [self._is_there(lease, slot) for slot in slots.tolist()]
@@ -183,6 +186,7 @@ class HostedStore:
     def find_each(self, lease: Lease, keys: Sequence[bytes]) -> tuple[I64, I64]:
         """Slot of each key, -1 where it is not stored, and their epochs, 0 there; both [n]."""
         with self._lock:
+            self._unread.step()
             found = [self._index.find(key) for key in keys]
             there = [s is not None and self._is_there(lease, s) for s in found]
             slots = np.array(
@@ -509,10 +513,16 @@ class HostedStore:
             ]
             return np.flatnonzero(~np.array(right, dtype=np.bool_))
 
-    def end_load(self, slots: I64, bad: Sequence[tuple[int, int]]) -> None:
-        """A load is over; ``bad`` are slots whose bytes are wrong or cannot be read."""
+    def end_load(
+        self,
+        slots: I64,
+        bad: Sequence[tuple[int, int]] = (),
+        unread: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """A load is over; ``bad`` and ``unread`` are as in ``LoadOutcome``."""
         with self._lock:
             self._drop(bad, "read_error")
+            self._unread.failed(unread)
             self._index.unpin(slots)
             self._discard(slots.tolist())
 

@@ -241,7 +241,9 @@ class ContextStream:
         self.closed = False
         self.poisoned: set[int] = set()
         self.bad: list[int] = []
-        """Slots with wrong or unreadable bytes."""
+        """Slots with wrong bytes, or that are given up."""
+        self.unread: list[int] = []
+        """Slots that could not be read, and may be later."""
         if sparse and not dense_layers:
             skipped, none = set(sparse), np.zeros(0, dtype=np.int64)
             contexts = [none if i in skipped else slots for i, slots in enumerate(contexts)]
@@ -498,6 +500,7 @@ class ContextStream:
         late = None
         if not good.all():
             self.bad += np.unique(chunk.slots[read.bad]).tolist()
+            self.unread += np.unique(chunk.slots[read.unread]).tolist()
             hanging = read.hanging
             self._poison(chunk, ~good & ~hanging)
             if hanging.any():

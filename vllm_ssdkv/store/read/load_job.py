@@ -48,7 +48,8 @@ class LoadJob:
 
 @dataclass(slots=True)
 class LoadOutcome:
-    """Outcome of a job. ``bad`` are (slot, epoch) pairs that must not be found again.
+    """Outcome of a job. ``bad`` are (slot, epoch) pairs that must not be found again, ``unread``
+    those that could not be read, and may be later.
 
     Seconds: ``queued_s`` behind other jobs, ``ssd_s`` for what was read from devices, ``dram_s``
     for what was found in frames; copies to HBM included. Frames are copied while the first reads
@@ -60,6 +61,7 @@ class LoadOutcome:
     request_id: str
     complete: bool = True
     bad: list[tuple[int, int]] = field(default_factory=list)
+    unread: list[tuple[int, int]] = field(default_factory=list)
     tokens_from_dram: int = 0
     tokens_from_ssd: int = 0
     hit_tokens_from_dram: int = 0
