@@ -96,12 +96,12 @@ class HostedStore:
         self.geometry = geometry
         self.counters: Counters = place.counters
         self.path = str(place.state)
-        self._lock = threading.RLock()
+        self._lock = threading.Condition()
+        """Guards all numbers; notified when a rank has told its weights."""
         self._claims, self._chains = ClaimTable(), ChainTable()
         self._orphans: list[tuple[int, str, tuple[int, int]]] = []
         """Rank, run, and slot with epoch of blocks that were given up, to be told as failed."""
         self._weights: dict[str, list[bytes]] = {}
-        self._told_weights = threading.Condition(self._lock)
         self._gauges_due = 0.0
         with ExitStack() as stack:
             self.ranks: list[HostedRank] = []
@@ -147,7 +147,7 @@ class HostedStore:
                     "engine_id; give each its own"
                 )
             told[rank] = digest
-            self._told_weights.notify_all()
+            self._lock.notify_all()
 
     def weights(self, run: str, patience_s: float, gone: Callable[[], bool]) -> list[bytes]:
         """Digest of each rank's weights. Blocks until all ranks of the run have told.
@@ -163,7 +163,7 @@ class HostedStore:
                 if left <= 0 or gone():
                     missing = [rank for rank, digest in enumerate(told) if not digest]
                     raise NodeRefusedError(f"ranks {missing} of {run} have not told their weights")
-                self._told_weights.wait(min(left, _LOOK_S))
+                self._lock.wait(min(left, _LOOK_S))
             return list(told)
 
     def forget_run(self, run: str) -> None:

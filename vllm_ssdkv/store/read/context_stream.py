@@ -232,7 +232,6 @@ class ContextStream:
         self._peer = peer
         self._refused = False
         """True if the latest piece is to be read again, by the host's path."""
-        self._files = files
         self._frames = frames
         self._seals = seals
         self._verifier = verifier
@@ -361,7 +360,7 @@ class ContextStream:
         if part.arriving and self._upcoming() != layer:
             raise RuntimeError(f"layer {layer} was asked for, layer {self._upcoming()} comes next")
         if len(part.frame):
-            offset = np.uint64(self._files.geometry.layer_offset(layer))
+            offset = np.uint64(self._host.files.geometry.layer_offset(layer))
             yield Piece(part.frame + offset, part.index, part.begin, part.end)
         if not part.arriving:
             return
@@ -469,7 +468,7 @@ class ContextStream:
             places = path.staging.take(len(chunk.slots))
             if places is None:
                 return
-            first = self._files.geometry.first_page(layer)
+            first = self._host.files.geometry.first_page(layer)
             extents = SlotExtents(chunk.slots, first, self._pages, places)
             read = VerifiedRead(path.files, extents, TableDigests(path.codec, self._seals, extents))
             if not path.unchecked:
@@ -511,7 +510,7 @@ class ContextStream:
             end[row] = begin[row]
         digests = None
         if mine.path.unchecked:
-            geometry = self._files.geometry
+            geometry = self._host.files.geometry
             first, pages = geometry.first_page(mine.layer), geometry.pages_per_layer
             seals, _ = self._seals.get(chunk.slots, first, pages)
             digests = seals.marks[chunk.which, :, 0]

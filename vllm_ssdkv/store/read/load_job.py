@@ -61,7 +61,6 @@ class LoadOutcome:
     request_id: str
     complete: bool = True
     bad: list[tuple[int, int]] = field(default_factory=list)
-    unread: list[tuple[int, int]] = field(default_factory=list)
     tokens_from_dram: int = 0
     tokens_from_ssd: int = 0
     hit_tokens_from_dram: int = 0
@@ -71,6 +70,7 @@ class LoadOutcome:
     ssd_s: float = 0.0
     ended: float = 0.0
     copy: tuple[int, int, NDArray[np.uint8]] | None = None
+    unread: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
