@@ -281,7 +281,7 @@ class Siege:
         }
         for names in properties.values():
             names.remove("stream")
-        self.seen.memory.append(self._memory())
+        self.seen.memory.append(memory_of(self._session))
         works: list[Callable[[], None]] = [self._watch_health, self._watch_memory, self._ask]
         for number, api in enumerate(self._hostile):
             source = random.Random(self._seed + number)
