@@ -109,7 +109,7 @@ def decode(
         bool,
         typer.Option(
             "--quick",
-            help=f"Take about two minutes: --contexts {_QUICK_CONTEXTS} --batch {_QUICK_BATCH}.",
+            help=f"Take two minutes at most: --contexts {_QUICK_CONTEXTS} --batch {_QUICK_BATCH}.",
         ),
     ] = False,
     as_json: arguments.Json = False,

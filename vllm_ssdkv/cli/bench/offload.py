@@ -80,7 +80,7 @@ def offload(
         bool,
         typer.Option(
             "--quick",
-            help="Take about two minutes: "
+            help="Take two minutes at most: "
             + " ".join(f"--{name} {value}" for name, value in _QUICK.items())
             + ".",
         ),
