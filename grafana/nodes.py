@@ -117,10 +117,12 @@ def _sessions(board: Dashboard) -> None:
             (total(on_node("node_claims")), "claims"),
         ),
         graph(
-            "Open stores by node",
-            "A node closes the store that nobody uses for longest where no share is left.",
+            "Stores by node",
+            "A node closes the store that nobody uses for longest where no share is left, and "
+            "removes one where a drive's `capacity` has no room for another.",
             "none",
-            (total(on_node("node_stores"), "instance"), "{{instance}}"),
+            (total(on_node("node_stores"), "instance"), "{{instance}} open"),
+            (total(on_node("node_stores_removed_total"), "instance"), "{{instance}} removed"),
         ),
         graph(
             "Sessions ended",

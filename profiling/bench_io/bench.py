@@ -90,7 +90,7 @@ def run_bench(settings: Settings, console: Console) -> dict[str, Any]:
                     report.print_case(progress.console, case, new)
                     rows += new
                     progress.advance(task)
-            report.print_summary(console, rows)
+            report.print_summary(console, rows, field.absent)
     finally:
         arena.close()
     return report.document(settings.plain(), field.contenders, field.absent, left_out, rows)

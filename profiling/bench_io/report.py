@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -89,31 +89,45 @@ def document(
     }
 
 
-def _figure(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:,.{digits}f}"
+class _Column(NamedTuple):
+    title: str
+    field: str
+    digits: int
+    unit: float = 1.0
+
+
+_COLUMNS: Final = (
+    _Column("MB/s", "bytes_per_s", 0, 1e6),
+    _Column("IOPS", "iops", 0),
+    _Column("of fio", "of_fio", 2),
+    _Column("of model", "of_model", 2),
+    _Column("CPU s/GB", "cpu_s_per_gb", 3),
+    _Column("CPU us/IO", "cpu_us_per_io", 1),
+)
+
+
+def _figure(value: float | None, digits: int, unit: float = 1.0) -> str:
+    return "" if value is None else f"{value / unit:,.{digits}f}"
 
 
 def print_case(console: Console, case: Case, rows: Sequence[dict[str, Any]]) -> None:
-    """The rows of one case as a table, fastest first, and below it who has none and why."""
+    """The rows of one case as a table, fastest first, and below it who has none and why.
+
+    A column that nobody has a figure for is left out.
+    """
     console.print(
         f"\n{case.op.name.lower()} {format_size(case.nbytes)}, depth {case.depth}, "
         f"{case.devices} device{'s' if case.devices > 1 else ''}"
     )
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
-    for name in ("MB/s", "IOPS", "of fio", "of model", "CPU s/GB", "CPU us/IO"):
-        table.add_column(name, justify="right", no_wrap=True)
     measured = [entry for entry in rows if "bytes_per_s" in entry]
+    columns = [c for c in _COLUMNS if any(entry[c.field] is not None for entry in measured)]
+    for column in columns:
+        table.add_column(column.title, justify="right", no_wrap=True)
     for entry in sorted(measured, key=lambda entry: -entry["bytes_per_s"]):
-        table.add_row(
-            entry["contender"],
-            _figure(entry["bytes_per_s"] / 1e6, 0),
-            _figure(entry["iops"], 0),
-            _figure(entry["of_fio"], 2),
-            _figure(entry["of_model"], 2),
-            _figure(entry["cpu_s_per_gb"], 3),
-            _figure(entry["cpu_us_per_io"], 1),
-        )
+        cells = (_figure(entry[c.field], c.digits, c.unit) for c in columns)
+        table.add_row(entry["contender"], *cells)
     console.print(table)
     for entry in rows:
         if "bytes_per_s" not in entry:
@@ -122,8 +136,11 @@ def print_case(console: Console, case: Case, rows: Sequence[dict[str, Any]]) -> 
             console.print(Text(f"{entry['contender']}: {what}: {why}"))
 
 
-def print_summary(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """Throughput over I/O sizes: as a share of fio's, of the model's, or without both in MB/s."""
+def print_summary(console: Console, rows: Sequence[dict[str, Any]], absent: dict[str, str]) -> None:
+    """Throughput over I/O sizes: as a share of fio's, of the model's, or without both in MB/s.
+
+    Where fio is absent the last line says why there are no ratios to it.
+    """
     measured = [entry for entry in rows if "bytes_per_s" in entry]
     for op, devices, depth in dict.fromkeys((e["op"], e["devices"], e["depth"]) for e in measured):
         here = [e for e in measured if (e["op"], e["devices"], e["depth"]) == (op, devices, depth)]
@@ -151,6 +168,8 @@ def print_summary(console: Console, rows: Sequence[dict[str, Any]]) -> None:
                     cells.append(_figure(found[size][unit], 2))
             table.add_row(name, *cells)
         console.print(table)
+    if (reason := absent.get(REFERENCE)) is not None:
+        console.print(Text(f"\nNo ratios to fio: {reason}."), soft_wrap=True)
 
 
 def print_field(console: Console, contenders: Sequence[Contender], absent: dict[str, str]) -> None:

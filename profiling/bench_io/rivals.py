@@ -99,7 +99,7 @@ def _add_fio(result: Field, files: Sequence[BenchFile], wanted: Sequence[str]) -
         if name not in wanted:
             continue
         if program is None:
-            result.absent[name] = "fio is not installed: there is no reference, and no ratio"
+            result.absent[name] = "fio is not installed (`apt install fio` or `dnf install fio`)"
         else:
             result.add(name, partial(FioContender, program, files, registered=registered))
 

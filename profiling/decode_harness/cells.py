@@ -243,9 +243,8 @@ def _dram_for_all(config: SSDKVConfig, geometry: SlotGeometry, staging: int, blo
             scrub=True,
             choice=choice,
         )
-        # Contexts in frames leave the single pages' memory unused, and the store lends it.
-        frames = plan.frames + len(plan.page_runs.offsets)
-        if frames >= blocks + SPARE_FRAMES and plan.summary_rows >= blocks:
+        # What the store lends does not count: nothing here may wait until it is given back.
+        if plan.frames >= blocks + SPARE_FRAMES and plan.summary_rows >= blocks:
             return nbytes
         nbytes += max(MIB, nbytes // 32)
 

@@ -168,20 +168,26 @@ def run(settings: Settings, directory: Path, note: Callable[[str], None]) -> Row
     Args:
         settings: What is measured.
         directory: Stores are made below it, and removed.
-        note: Is told of each case before it begins.
+        note: Shows each case before it begins, with its number and how many there are.
 
     Raises:
         BenchError: a drive or a device failed.
     """
-    note("reading memory, and attending to it")
+    writing = _writing(settings)
+    parts, numbers = 2 + len(list(cases(settings))) + writing.cases, itertools.count(1)
+
+    def begin(what: str) -> None:
+        note(f"{next(numbers)} of {parts}: {what}")
+
+    begin("reading memory, and attending to it")
     cpus = os.cpu_count() or 1
     host = measure_host(cpus, settings.memory_bytes)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # of small operations many wait longer than they work
     try:
-        rows = list(_rows(settings, directory, note))
-        writes = _writing(settings).measure(directory, note)
-        note("projecting X")
+        rows = list(_rows(settings, directory, begin))
+        writes = writing.measure(directory, begin)
+        begin("projecting X")
         largest = max(settings.batches)
         asked = sorted({max(1, round(share * largest)) for share in settings.x_shares if share})
         projected = measure_projection(settings.sizes, max(settings.contexts), asked)

@@ -46,6 +46,11 @@ class Writing:
     threads: int
     sizes: Sizes
 
+    @property
+    def cases(self) -> int:
+        """Number of cases, each of which is shown when it begins."""
+        return len(self.intervals) * len(self.profiles)
+
     def measure(self, directory: Path, note: Callable[[str], None]) -> list[dict[str, Any]]:
         """Figures of each profile and interval; stores are made below ``directory``.
 

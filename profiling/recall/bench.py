@@ -19,6 +19,7 @@ from rich.console import Console
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.profiling.console import progress
 from vllm_ssdkv.profiling.page_engine import STAGING
 from vllm_ssdkv.profiling.recall.child_process import PhaseError, environment, run_process, tail
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
@@ -77,7 +78,8 @@ class RecallStores:
         command = [sys.executable, "-P", "-m", module, plan]
         log = self.root / "engine.log"
         try:
-            with console.status(what):
+            with progress(console) as note:
+                note(what)
                 return run_process(
                     command, environment(stock=False), log, _TIMEOUT_S, lambda _: None
                 )

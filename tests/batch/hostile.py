@@ -281,7 +281,7 @@ class Siege:
         }
         for names in properties.values():
             names.remove("stream")
-        self.seen.memory.append(self._memory())
+        self.seen.memory.append(memory_of(self._session))
         works: list[Callable[[], None]] = [self._watch_health, self._watch_memory, self._ask]
         for number, api in enumerate(self._hostile):
             source = random.Random(self._seed + number)
@@ -409,27 +409,27 @@ class Siege:
             yield
 
 
-def memory_of(session: int, process: int | None = None) -> int:
+def memory_of(session: int, one: int | None = None) -> int:
     """Bytes that belong to no file, of all processes of a session, or of one of them.
 
-    A process that is about to start a program looks for a moment as if it had all of its parent's
-    memory, so of two looks the lower one counts.
+    A process with its parent's command line is about to start a program. Until it does, it looks as
+    if it had all of its parent's memory, so it does not count.
     """
-    first = _held(session, process)
-    time.sleep(0.1)
-    return min(first, _held(session, process))
-
-
-def _held(session: int, one: int | None) -> int:
-    held = 0
+    found: dict[int, tuple[int, bytes, int]] = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
             if os.getsid(int(process.name)) != session or one not in (None, int(process.name)):
                 continue
+            command = (process / "cmdline").read_bytes()  # first: it may start the program now
             lines = (process / "status").read_text().splitlines()
             status = dict(line.split(":", 1) for line in lines)
-            held += int(status.get("RssAnon", "0 kB").split()[0]) * 1024
-    return held
+            held = int(status.get("RssAnon", "0 kB").split()[0]) * 1024
+            found[int(process.name)] = (int(status["PPid"]), command, held)
+    return sum(
+        held
+        for parent, command, held in found.values()
+        if parent not in found or found[parent][1] != command
+    )
 
 
 @contextlib.contextmanager

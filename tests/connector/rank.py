@@ -65,7 +65,9 @@ class Rank:
     writes: deque[tuple[int, int]] = field(default_factory=deque)
     loads: deque[Load] = field(default_factory=deque)
     broken: set[int] = field(default_factory=set)
-    """Slots whose bytes cannot be read."""
+    """Slots whose bytes are wrong."""
+    failing: set[int] = field(default_factory=set)
+    """Slots whose reads fail, until they do not."""
     cold: set[int] = field(default_factory=set)
     """Slots that have left DRAM, until they are fetched."""
     lost: set[int] = field(default_factory=set)
@@ -128,7 +130,9 @@ class Rank:
             return None
         bad = [slot for slot in slots if slot in self.broken or slot not in self.slots]
         self.report.bad.extend((slot, -1) for slot in bad)
-        return None if bad else [s for slot in slots for s in self.slots[slot].symbols]
+        unread = self.failing.intersection(slots)
+        self.report.unread.extend((slot, -1) for slot in unread)
+        return None if bad or unread else [s for slot in slots for s in self.slots[slot].symbols]
 
     def poison(self, row: Row) -> set[int]:
         """Throw the row's output away; slots that this step must not save."""
@@ -265,6 +269,10 @@ class Rank:
             zip(load.slots.tolist(), load.epochs.tolist(), load.keys, strict=True)
         ):
             held = self.slots.get(slot)
+            if slot in self.failing:
+                self.report.unread.append((slot, epoch))
+                good = False
+                continue
             # As the real worker sees in the slot's header.
             if slot in self.broken or held is None or (held.epoch, held.key) != (epoch, key):
                 self.report.bad.append((slot, epoch))

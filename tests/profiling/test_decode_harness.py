@@ -23,12 +23,11 @@ from tests.oracles.sparse_attention import (
     page_weights,
     sparq_attention,
 )
-from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.config.engine import SelectorName, SSDKVConfig
 from vllm_ssdkv.connector.kv_layout import paged_geometry
 from vllm_ssdkv.profiling.decode_harness import stage
 from vllm_ssdkv.profiling.decode_harness.attention import attention_by
-from vllm_ssdkv.profiling.decode_harness.cells import Scale, groups, options
+from vllm_ssdkv.profiling.decode_harness.cells import SPARE_FRAMES, Scale, groups, options
 from vllm_ssdkv.profiling.decode_harness.decoder import PagedDecoder, Room
 from vllm_ssdkv.profiling.decode_harness.models import head_size, kv_heads, make_model, small_config
 from vllm_ssdkv.profiling.decode_harness.tokens import (
@@ -342,8 +341,8 @@ def _handler() -> Iterator[None]:
 
 @pytest.mark.parametrize("scale", [Scale.full(), Scale.rehearsal()], ids=lambda one: one.name)
 def test_memory_is_divided_as_the_product_divides_it(scale: Scale) -> None:
-    """No size of a part is given where DRAM has all contexts, and it has their frames and summaries
-    without being much larger."""
+    """No size of a part is given where DRAM has all contexts. It has frames and summaries for them,
+    and few more."""
     for group in groups(scale):
         if group.tier != "dram" or not group.layers:
             continue
@@ -367,10 +366,9 @@ def test_memory_is_divided_as_the_product_divides_it(scale: Scale) -> None:
             scrub=True,
             choice=sparse_memory(config, room.blocks, room.blocks),
         )
-        assert plan.frames + len(plan.page_runs.offsets) > room.blocks
+        assert plan.frames > room.blocks
         assert plan.summary_rows == room.blocks
-        held = room.blocks * (geometry.frame_bytes + geometry.tail_bytes)
-        assert plan.nbytes < 1.2 * (held + config.io.staging) + 16 * MIB
+        assert plan.frames < 1.2 * room.blocks + 2 * SPARE_FRAMES
 
 
 def test_what_was_measured_before_the_end_is_there(tmp_path: Path) -> None:

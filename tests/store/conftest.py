@@ -128,6 +128,7 @@ class Walk:
     blocks: list[dict[int, Bytes]]
     poisoned: set[int]
     bad: list[int]
+    unread: list[int]
     pieces: int = 0
 
 
@@ -341,7 +342,7 @@ class StoreRig:
         time, after so many pieces that were ``given_up``."""
         stream = self.store.stream([array(c) for c in contexts])
         shape = (self.geometry.kv_pages, self.geometry.payload_bytes)
-        walk = Walk([{} for _ in contexts], stream.poisoned, stream.bad)
+        walk = Walk([{} for _ in contexts], stream.poisoned, stream.bad, stream.unread)
         per_layer = self.geometry.pages_per_layer
         start = self.store.arena.address
         for layer in range(self.geometry.layers):

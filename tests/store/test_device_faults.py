@@ -37,6 +37,7 @@ from vllm_ssdkv.store.io.slot_request import SlotRequest
 from vllm_ssdkv.store.io.verified_read import VerifiedRead
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.open import open_index, open_rank
+from vllm_ssdkv.store.unread_slots import UnreadSlots
 from vllm_ssdkv.store.write_pauses import WritePauses
 
 DEVICES = 3
@@ -159,6 +160,9 @@ class Life:
         self.pauses = WritePauses(
             self.rebalancer.placement, self.weights, whole=False, clock=lambda: self.now
         )
+        self.unread = UnreadSlots(
+            self.index, self.rebalancer, self.counters, clock=lambda: self.now
+        )
         plan = self.opened.plan
         self.prober = DeviceProber(
             self.files, self.opened.arena, plan.probe_offset, self.opened.identities
@@ -183,6 +187,7 @@ class Life:
         for device in self.health.drain_returns():
             self.weights.mark_returned(device, 0)
         self.pauses.told(0, self.health.drain_writing())
+        self.unread.step()
         self.rebalancer.step()
         segments = self.rebalancer.take_segments()
         if segments is not None:
@@ -269,6 +274,8 @@ class Life:
         if read.bad[0]:
             self.index.drop(slots)
             self.counters.add("slots_dropped", 1, cause="read_error")
+        elif read.unread[0]:
+            self.unread.failed([(found, -1)])
         holders = read.holders()
         if holders:
             self.give(at, holders[0][0])

@@ -175,6 +175,7 @@ def test_attend_pages(
     record: Callable[[ModuleType, str], Recorder], capability: int, masked: bool
 ) -> None:
     recorder = record(attend, "_attend_kernel")
+    merged = record(merge, "_merge_kernel")
     query = torch.zeros(1, 8, 128, dtype=torch.bfloat16)
     one, two = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     address = torch.zeros(3, dtype=torch.int64)
@@ -187,6 +188,7 @@ def test_attend_pages(
         scale=0.1,
         max_pages=64,
     )
+    check(merged, capability)
     ptx = check(recorder, capability)
     assert "mma" in ptx
     assert "v4" in ptx or "cp.async.cg" in ptx

@@ -300,7 +300,9 @@ class RankReport:
     skipped: list[tuple[int, int]] = field(default_factory=list)
     """Saves that found no frame (reuse mode)."""
     bad: list[tuple[int, int]] = field(default_factory=list)
-    """Slots whose bytes are wrong or cannot be read."""
+    """Slots whose bytes are wrong, or that could not be read for so long that they are given up."""
+    unread: list[tuple[int, int]] = field(default_factory=list)
+    """Slots that could not be read, and may be later."""
     mended: list[tuple[int, int]] = field(default_factory=list)
     """Slots of which one copy was wrong, found by the scrub."""
     poisoned: list[str] = field(default_factory=list)
@@ -354,6 +356,7 @@ class RankReport:
             or self.failed_writes
             or self.skipped
             or self.bad
+            or self.unread
             or self.mended
             or self.poisoned
             or self.lost_devices

@@ -139,6 +139,10 @@ class SlotPlacement(Protocol):
         """Have the slots again that devices which are back in use had taken with them; how many
         blocks are found again."""
 
+    def unmask(self, slots: I64) -> int:
+        """Have slots found again that were masked, unless their devices are out of use; how many
+        blocks are found."""
+
     def take_segments(self) -> tuple[Segment, ...] | None:
         """The segments, if they have changed since the last call."""
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from vllm_ssdkv.cli.main import app
-from vllm_ssdkv.profiling.bench_io import plot
+from vllm_ssdkv.profiling.bench_io import fio, plot
 from vllm_ssdkv.profiling.bench_io.rivals import contender_names
 
 TINY = ["--quick", "--seconds", "0.01", "--repeats", "1", "--file-size", "8MiB"]
@@ -70,6 +70,21 @@ def test_emulated_devices_run_inside_our_engines(
     assert all(0 < row["of_model"] < 1.05 for row in found["rows"])
     assert not caplog.records
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_fio_no_column_is_empty_and_the_last_line_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fio.shutil, "which", lambda _name: None)
+    options = ["--size", "8KiB", "--ops", "read", "--only", "fio,preadv threads"]
+    result = bench(str(tmp_path), *TINY, *options)
+    assert result.exit_code == 0, result.output
+    *_, last = result.stdout.strip().splitlines()
+    assert last == (
+        "No ratios to fio: fio is not installed (`apt install fio` or `dnf install fio`)."
+    )
+    (columns,) = (line for line in result.stdout.splitlines() if "MB/s" in line and "IOPS" in line)
+    assert columns.split() == ["MB/s", "IOPS", "CPU", "s/GB", "CPU", "us/IO"]
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,18 @@ def test_cases_are_repeated_in_turn_and_compared_within_a_turn(runs: Runs, tmp_p
     assert [run.selector for run in runs] == ["exact", "bounds"] * 2
 
 
+def test_a_quick_run_shows_each_engine_and_how_many_are_left(runs: Runs, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "decode", "--quick", "--dir", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert [run.batches[0].context for run in runs] == [2048, 2048, 4096, 4096]
+    assert result.stderr.splitlines() == [
+        "1 of 4: exact, 1 x 2048 tokens, turn 1 of 1",
+        "2 of 4: bounds, 1 x 2048 tokens, turn 1 of 1",
+        "3 of 4: exact, 1 x 4096 tokens, turn 1 of 1",
+        "4 of 4: bounds, 1 x 4096 tokens, turn 1 of 1",
+    ]
+
+
 def test_of_repeats_the_medians_count() -> None:
     def turn(exact: float, sparse: float) -> list[dict[str, Any]]:
         return [{"tokens_per_s": exact}, {"tokens_per_s": sparse}]

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.cli.main import app
+from vllm_ssdkv.profiling.offload import bench
 
 
 def run(*arguments: str) -> Result:
@@ -26,6 +28,30 @@ def test_tables_plot_and_json(tmp_path: Path) -> None:
     assert {"Decoding", "Published figures"} <= {table["title"] for table in document["tables"]}
     assert plot.read_text().count("<svg") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["plot.svg"]
+    # Before the tables each case has its line, beside the rate of the host and the projection.
+    many = len(document["rows"]) + len(document["writes"]) + 2
+    shown = [line.partition(": ")[0] for line in result.stderr.splitlines()]
+    assert shown[:many] == [f"{number} of {many}" for number in range(1, many + 1)]
+    assert "1 x 512 tokens, exact: instinfer, 2 x flash, a write every 2" in result.stderr
+
+
+def test_a_quick_run_has_fewer_cases_and_asked_for_options_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[bench.Settings] = []
+
+    def measure(settings: bench.Settings, *_: object) -> None:
+        seen.append(settings)
+        raise BenchError("it was seen")
+
+    monkeypatch.setattr(bench, "run", measure)
+    for options in ([], ["--quick"], ["--quick", "--drives", "2"]):
+        assert run(*options, "--dir", str(tmp_path)).exit_code == 1
+    whole, quick, asked = seen
+    assert len(list(bench.cases(quick))) < len(list(bench.cases(whole))) / 2
+    assert quick.contexts == [1024]
+    assert quick.drives == [1, 4]
+    assert (asked.contexts, asked.drives) == ([1024], [2])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from uuid import UUID
 
@@ -21,6 +22,7 @@ from vllm_ssdkv.connector.messages import RankReport
 from vllm_ssdkv.connector.scheduler import context_recovery, scheduler
 from vllm_ssdkv.store.index.journal import Journal
 from vllm_ssdkv.store.index.slot_index import SlotIndex
+from vllm_ssdkv.store.unread_slots import RETRY_S
 
 ONE_REQUEST = -(-(WINDOW - 1 + CHUNK) // BLOCK) + 1
 """HBM blocks that page mode needs for one request, whatever its length."""
@@ -572,6 +574,49 @@ def test_who_is_kept_while_the_engine_is_paused_asks_for_no_steps(
         assert not run.ours.unfinished()
         run.scheduler.set_pause_state(PauseState.UNPAUSED)
         end(run, *"ab")
+
+
+# ---- slots that could not be read ----
+
+
+@pytest.mark.parametrize("mode", ["page", "reuse"])
+def test_a_load_that_failed_takes_nothing_from_the_store(
+    page: Make, reuse: Make, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request computes what could not be read, and others find it all when it can."""
+    run = {"page": page, "reuse": reuse}[mode](slots=60, ranks=2)
+    stored(run, prompt(100))
+    keys = run.ours.keys_of(run.requests["stored 0"])
+    before = run.index.lookup(keys).tolist()
+    assert len(before) == 6
+    run.ranks[1].failing.add(before[2])
+    run.add("b", prompt(100), 1)
+    end(run, "b")
+    assert hits(run, "b") == [6, 2], "one try of all, and one of what is still found"
+    run.ranks[1].failing.clear()
+    now = time.monotonic() + RETRY_S
+    monkeypatch.setattr(run.ours._parts.unread, "_clock", lambda: now)
+    run.empty_hbm()
+    run.add("c", prompt(100), 1)
+    end(run, "c")
+    assert hits(run, "c") == [6]
+    assert run.ours.counters.total("slots_dropped", cause="read_error") == 0
+    assert run.index.gauges()["masked"] == 0
+
+
+def test_a_context_that_could_not_be_read_takes_nothing_from_the_store(page: Make) -> None:
+    """It is computed again from the block on that could not be read: there is no second failure."""
+    run = page(slots=60)
+    run.add("a", prompt(100), 30)
+    begin(run, "a")
+    run.end_io()
+    run.step()
+    rank = run.ranks[0]
+    rank.failing.add(rank.contexts["a"][1])
+    end(run, "a")
+    assert run.ours.counters.total("slots_dropped", cause="read_error") == 0
+    assert run.ours.counters.total("recomputed_requests", cause="context") == 1
+    assert len(run.index.lookup(run.ours.keys_of(run.requests["a"]))) >= 6
 
 
 # ---- slots that the scrub found bad ----

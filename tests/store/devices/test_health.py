@@ -7,6 +7,7 @@ import logging
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.store.devices.health import (
@@ -343,8 +344,14 @@ def test_some_devices_do_not_come_back(rig: Rig, why: str) -> None:
 
 
 def give_up(health: DeviceHealth, *slots: int) -> list[bool]:
-    found: list[bool] = health.give_up(np.array(slots, dtype=np.int64)).tolist()
+    """Bytes 100 to 200 of these could not be read."""
+    found: list[bool] = health.give_up(*parts(100, 200, *slots)).tolist()
     return found
+
+
+def parts(begin: int, end: int, *slots: int) -> NDArray[np.int64]:
+    """Slots, and the same bytes of each, [3, n]."""
+    return np.array([slots, [begin] * len(slots), [end] * len(slots)], dtype=np.int64)
 
 
 def test_a_slot_is_given_up_when_it_cannot_be_read_for_a_while(rig: Rig) -> None:
@@ -353,3 +360,32 @@ def test_a_slot_is_given_up_when_it_cannot_be_read_for_a_while(rig: Rig) -> None
     rig.now += CONDEMN_S
     assert give_up(rig.health, 9, 7) == [False, True]
     assert give_up(rig.health, 7) == [False], "it begins anew"
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "over"), [(100, 200, True), (0, 300, True), (0, 199, False)]
+)
+def test_failures_of_a_slot_are_over_when_the_same_bytes_are_read(
+    rig: Rig, begin: int, end: int, over: bool
+) -> None:
+    for _ in range(10):
+        give_up(rig.health, 7)
+    rig.health.readable(*parts(begin, end, 6, 7))
+    assert rig.health.any_unreadable is not over
+    rig.now += CONDEMN_S
+    assert give_up(rig.health, 7) == [not over]
+
+
+def test_slots_are_not_blamed_for_a_device_that_was_out_of_use(rig: Rig) -> None:
+    for _ in range(10):
+        give_up(rig.health, 7)
+    rig.health.quarantine(1, "it fails")
+    rig.now += CONDEMN_S
+    assert rig.health.restore(1)
+    assert give_up(rig.health, 7) == [False]
+
+
+def test_parts_of_one_read_are_one_failure_of_a_slot(rig: Rig) -> None:
+    assert give_up(rig.health, *[7] * 10) == [False] * 10
+    rig.now += CONDEMN_S
+    assert give_up(rig.health, 7) == [False]

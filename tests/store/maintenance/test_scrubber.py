@@ -248,8 +248,10 @@ def test_unreadable_again_and_again_is_bad_and_once_is_not(
     health, slot = rig.files.health, array([5])
     if failures == 2:  # loads have tried it before, and long ago
         for _ in range(FAILURES_TO_CONDEMN):
-            health.give_up(slot)
+            health.give_up(slot, array([0]), array([4096]))
         now = health.clock()
+        # What fails below has arrived.
+        monkeypatch.setattr(health, "readable", lambda *parts: None)
         monkeypatch.setattr(health, "clock", lambda: now + CONDEMN_S)
     left = failures
     finish = VerifiedRead.finish

@@ -55,7 +55,7 @@ def geometries(draw: st.DrawFn) -> SlotGeometry:
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     geometry=geometries(),
-    places=st.integers(32, 48),
+    places=st.integers(16, 40),
     contexts=st.lists(st.lists(st.integers(0, 15), min_size=1, max_size=9), min_size=1, max_size=4),
     in_dram=st.sets(st.integers(0, 15)),
     data=st.data(),
@@ -219,12 +219,12 @@ def test_slots_without_summaries_cannot_choose(make_store: MakeStore) -> None:
         make_store().store.choose([array([1])], [0])
 
 
-@given(data=st.data(), lists=st.integers(1, 6), together=st.sampled_from([1, 5, 16, 40]))
+@given(data=st.data(), lists=st.integers(1, 6), together=st.sampled_from([1, 3, 8, 40]))
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_turns_are_cut_by_pages_that_take_places(
     make_store: MakeStore, data: st.DataObject, lists: int, together: int
 ) -> None:
-    chosen = make_store(SUMMED, places=32).store.choose([], [])
+    chosen = make_store(SUMMED, places=16).store.choose([], [])
     drawn = [
         sorted(data.draw(st.sets(st.integers(0, 59), max_size=50), label="list"))
         for _ in range(lists)
@@ -235,7 +235,7 @@ def test_turns_are_cut_by_pages_that_take_places(
     pages = Pages(slots, slots * 0, framed.astype(np.uint64))
     turns = chosen.turns(pages, begin, together)
     outside = {*slots[~framed].tolist()}
-    assert (len(turns) <= 1) == (len(outside) <= chosen.room == 16)
+    assert (len(turns) <= 1) == (len(outside) <= chosen.room == 8)
     positions = [np.arange(len(slots))[turn] for turn in turns]
     assert sorted(np.concatenate([*positions, slots[:0]]).tolist()) == list(range(len(slots)))
     of_page = np.zeros(len(slots), dtype=np.int64)
@@ -244,8 +244,9 @@ def test_turns_are_cut_by_pages_that_take_places(
         assert len({*slots[turn][~framed[turn]].tolist()}) <= chosen.room
     for first, last in pairwise(begin.tolist()):
         assert (np.diff(of_page[first:last]) >= 0).all()
-        for piece in range(first, last, min(together, chosen.room)):
-            assert len({*of_page[piece : min(piece + min(together, 16), last)].tolist()}) == 1
+        size = min(together, chosen.room)
+        for piece in range(first, last, size):
+            assert len({*of_page[piece : min(piece + size, last)].tolist()}) == 1
     chosen.close()
 
 
@@ -278,20 +279,20 @@ def test_neighbours_are_one_request(make_store: MakeStore) -> None:
 
 
 def test_the_pages_used_longest_ago_make_room(make_store: MakeStore) -> None:
-    rig = make_store(SUMMED, places=32)
-    context(rig, range(24))
+    rig = make_store(SUMMED, places=16)
+    context(rig, range(12))
     for _ in range(2):  # summaries are pages, too
-        chosen = rig.store.choose([array(range(24))], [0])
-        for layer, blocks in enumerate([range(16), range(8), range(8, 24)]):
+        chosen = rig.store.choose([array(range(12))], [0])
+        for layer, blocks in enumerate([range(8), range(4), range(4, 12)]):
             bring(rig, chosen, layer, {0: [(block, 0) for block in blocks]})
         chosen.close()
-    chosen = rig.store.choose([array(range(24))], [0])
-    bring(rig, chosen, 1, {0: [(block, 0) for block in range(8)]})
-    bring(rig, chosen, 2, {0: [(block, 0) for block in range(8, 24)]})
-    assert (chosen.fetched.cache, chosen.fetched.ssd) == (24, 0)
-    bring(rig, chosen, 0, {0: [(block, 1) for block in range(10)]})
-    bring(rig, chosen, 2, {0: [(block, 0) for block in range(8, 24)]})
-    assert (chosen.fetched.cache, chosen.fetched.ssd) == (40, 10)
+    chosen = rig.store.choose([array(range(12))], [0])
+    bring(rig, chosen, 1, {0: [(block, 0) for block in range(4)]})
+    bring(rig, chosen, 2, {0: [(block, 0) for block in range(4, 12)]})
+    assert (chosen.fetched.cache, chosen.fetched.ssd) == (12, 0)
+    bring(rig, chosen, 0, {0: [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1)]})
+    bring(rig, chosen, 2, {0: [(block, 0) for block in range(4, 12)]})
+    assert (chosen.fetched.cache, chosen.fetched.ssd) == (20, 5)
     chosen.close()
 
 
@@ -382,8 +383,9 @@ def test_a_device_that_fails_poisons_the_rows_that_need_it(
     found = bring(rig, chosen, 0, wanted)
     assert_right(rig, found, rows, names, 0)
     assert chosen.poisoned == {0, 2}
-    assert set(chosen.bad) <= set(mine)
-    assert chosen.bad or rig.files.health.quarantined == {device}
+    assert chosen.bad == [], "it may be read again"
+    assert chosen.unread
+    assert set(chosen.unread) <= set(mine)
     chosen.close()
     rig.faults()
     rig.store.drop_context("r")
@@ -393,7 +395,7 @@ def test_a_device_that_fails_poisons_the_rows_that_need_it(
 def test_a_hung_device_costs_one_deadline_and_its_places(
     make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = make_store(SUMMED, places=32)
+    rig = make_store(SUMMED, places=16)
     names = context(rig, range(12))
     rig.store.choose([array(range(12))], [0]).close()
     offset = SUMMED.layer_offset(0)
@@ -417,9 +419,9 @@ def test_a_hung_device_costs_one_deadline_and_its_places(
     assert rig.total("device_lost", device=rig.paths[device]) == 1
     cache = rig.store._pages
     assert cache is not None
-    assert cache.usable() == 32 - len(mine)
+    assert cache.usable() == 16 - len(mine)
     rig.faults()
-    until(lambda: cache.usable() == 32, "the return of the places")
+    until(lambda: cache.usable() == 16, "the return of the places")
     rig.store.drop_context("r")
     rig.assert_no_leak()
 

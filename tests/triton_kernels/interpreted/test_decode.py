@@ -54,7 +54,7 @@ def test_sparf_by_page_reads_the_budget(make_rows: Callable[..., Rows]) -> None:
 
 
 def test_bounds_with_all_of_the_budget_is_dense(make_rows: Callable[..., Rows]) -> None:
-    native.test_with_all_of_the_budget_it_is_dense_attention(make_rows, places=32)
+    native.test_with_all_of_the_budget_it_is_dense_attention(make_rows, places=16)
 
 
 def test_a_row_that_lacks_a_page_is_lost_and_no_other(make_rows: Callable[..., Rows]) -> None:

@@ -74,7 +74,7 @@ def test_no_bit_depends_on_calls(workspace: int, monkeypatch: pytest.MonkeyPatch
     """Lists in two calls, or parts in several launches, as where the workspace is small."""
     layout = BlockLayout.unpadded(16, 4, 2, 16, torch.float32)
     problem = Contexts(layout, 2, [Row(12, 3), Row(5, 1)], 3)
-    listed = tensors(problem.page_list(random_selection(problem, 0.9, True, 1)))
+    listed = problem.page_list(random_selection(problem, 0.9, True, 1))
     states = []
     for cuts in (set[int](), {1}):
         state = problem.state()

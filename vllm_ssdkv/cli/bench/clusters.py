@@ -13,6 +13,7 @@ from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.bench.bench import PlotOption
 from vllm_ssdkv.cli.bench.tables_output import print_tables, write_markdown
 from vllm_ssdkv.profiling.clusters.trace import PAGE, Trace, read_traces
+from vllm_ssdkv.profiling.console import progress
 
 
 def clusters(
@@ -74,8 +75,8 @@ def clusters(
         if plot_file is not None:
             require_plot(plot_file)
         traces = _traces(directory, only, lengths)
-        with console.status("reading traces") as status:
-            tables = measure(traces, settings, status.update)
+        with progress(console) as note:
+            tables = measure(traces, settings, note)
         if markdown is not None:
             write_markdown(tables, markdown)
         if plot_file is not None:

@@ -7,6 +7,7 @@ for each kind of store; all its cases decode from what is stored.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
@@ -43,12 +44,20 @@ from vllm_ssdkv.profiling.recall.recall import MAX_CONTEXT
 from vllm_ssdkv.profiling.recall.run import Batch
 
 _MIN_CONTEXT: Final = 512
+_CONTEXTS: Final = "4096,16384,32768"
+_BATCH: Final = "1,8"
+_QUICK_CONTEXTS: Final = "2048,4096"
+_QUICK_BATCH: Final = "1"
 
 
 def decode(
     directory: DirectoryOption = None,
-    contexts: Annotated[str, typer.Option(help="Lengths of the prompts.")] = "4096,16384,32768",
-    batch: Annotated[str, typer.Option(help="Requests at a time.")] = "1,8",
+    contexts: Annotated[
+        str | None, typer.Option(help=f"Lengths of the prompts; default: {_CONTEXTS}.")
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(help=f"Requests at a time; default: {_BATCH}.")
+    ] = None,
     selectors: SelectorsOption = "bounds",
     budget: Annotated[float, typer.Option(min=0.001, max=1, help="Share of the tokens.")] = 0.125,
     window: WindowOption = WINDOW,
@@ -96,6 +105,13 @@ def decode(
             help="Tell Python's share of a step, and --json its time by function; slows it down.",
         ),
     ] = False,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help=f"Take two minutes at most: --contexts {_QUICK_CONTEXTS} --batch {_QUICK_BATCH}.",
+        ),
+    ] = False,
     as_json: arguments.Json = False,
     plot_file: PlotOption = None,
 ) -> None:
@@ -114,8 +130,13 @@ def decode(
     """
     from vllm_ssdkv.profiling.bench_io.plot import require_plot
 
-    lengths = arguments.whole_numbers("--contexts", contexts, _MIN_CONTEXT, MAX_CONTEXT)
-    sizes = arguments.whole_numbers("--batch", batch, 1, 64)
+    lengths = arguments.whole_numbers(
+        "--contexts",
+        contexts or (_QUICK_CONTEXTS if quick else _CONTEXTS),
+        _MIN_CONTEXT,
+        MAX_CONTEXT,
+    )
+    sizes = arguments.whole_numbers("--batch", batch or (_QUICK_BATCH if quick else _BATCH), 1, 64)
     chosen = arguments.names("--selectors", selectors, SPARSE)
     rule: dict[str, object] = {
         "bandwidth": bandwidth,
@@ -133,6 +154,8 @@ def decode(
     machine |= {"short_exact": short_exact, "longest": longest}
     most = max(lengths) * max(sizes) * bytes_per_token()
     console, stores, rows = Console(stderr=True), RecallStores(directory, devices), []
+    engines = len(lengths) * len(sizes) * repeats * (1 + len(chosen))
+    numbers = itertools.count(1)
     try:
         if plot_file is not None:
             require_plot(plot_file)
@@ -147,6 +170,7 @@ def decode(
                             stores.places(name), name, asked, machine, most * len(lengths)
                         )
                         what = f"{name}, {size} x {length} tokens, turn {turn + 1} of {repeats}"
+                        what = f"{next(numbers)} of {engines}: {what}"
                         (found,) = stores.run(replace(plan, profile=profile), what, console)
                         require_choices([found], what)
                         turns[-1].append({"selector": name, **_figures(found, machine)})

@@ -18,26 +18,54 @@ from vllm_ssdkv.cli.bench.recall_options import DirectoryOption
 from vllm_ssdkv.cli.bench.tables_output import print_tables
 from vllm_ssdkv.config.engine import SelectorName
 from vllm_ssdkv.config.offload import MAX_DRIVES, OffloadConfig
+from vllm_ssdkv.profiling.console import progress
 
 _LEAST_CONTEXT: Final = 256
 _MOST_CONTEXT: Final = 131072
 _MOST_INTERVAL: Final = 128
+_WHOLE: Final = {
+    "contexts": "4096",
+    "batch": "4",
+    "selectors": "exact,bounds,spread",
+    "drives": "1,2,4,8",
+    "intervals": "1,4,8,16,64",
+}
+"""Cases of a whole run, by option."""
+_QUICK: Final = {
+    "contexts": "1024",
+    "batch": "2",
+    "selectors": "exact,bounds",
+    "drives": "1,4",
+    "intervals": "1,16",
+}
+"""Cases of a quick run."""
 
 
 def offload(
     directory: DirectoryOption = None,
-    contexts: Annotated[str, typer.Option(help="Tokens of each context.")] = "4096",
-    batch: Annotated[str, typer.Option(help="Contexts at a time.")] = "4",
+    contexts: Annotated[
+        str | None, typer.Option(help=f"Tokens of each context; default: {_WHOLE['contexts']}.")
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(help=f"Contexts at a time; default: {_WHOLE['batch']}.")
+    ] = None,
     selectors: Annotated[
-        str, typer.Option(help="exact, bounds, spread and the other selectors of page mode.")
-    ] = "exact,bounds,spread",
+        str | None,
+        typer.Option(help=f"Any selectors of page mode; default: {_WHOLE['selectors']}."),
+    ] = None,
     ways: Annotated[
         str, typer.Option(help="Who attends: any of none, host, shared, instinfer, smartssd.")
     ] = "none,host,shared,instinfer,smartssd",
-    drives: Annotated[str, typer.Option(help="Numbers of drives, from 1 to 8.")] = "1,2,4,8",
+    drives: Annotated[
+        str | None,
+        typer.Option(help=f"Numbers of drives, from 1 to 8; default: {_WHOLE['drives']}."),
+    ] = None,
     intervals: Annotated[
-        str, typer.Option(help="Tokens between two writes; powers of two.")
-    ] = "1,4,8,16,64",
+        str | None,
+        typer.Option(
+            help=f"Tokens between two writes; powers of two; default: {_WHOLE['intervals']}."
+        ),
+    ] = None,
     x_share: Annotated[
         str, typer.Option(help="Shares of the batch whose QKV inputs (X) are projected.")
     ] = "0.25,0.5",
@@ -48,6 +76,15 @@ def offload(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Of the host's device; as the option, if missing.")
     ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="Take two minutes at most: "
+            + " ".join(f"--{name} {value}" for name, value in _QUICK.items())
+            + ".",
+        ),
+    ] = False,
     as_json: arguments.Json = False,
     plot_file: PlotOption = None,
 ) -> None:
@@ -71,13 +108,23 @@ def offload(
     from vllm_ssdkv.profiling.offload.bench import WAYS, Settings, run
     from vllm_ssdkv.profiling.offload.tables import tables
 
+    asked = {
+        "contexts": contexts,
+        "batch": batch,
+        "selectors": selectors,
+        "drives": drives,
+        "intervals": intervals,
+    }
+    cases = {name: asked[name] or value for name, value in (_QUICK if quick else _WHOLE).items()}
     settings = Settings(
-        contexts=arguments.whole_numbers("--contexts", contexts, _LEAST_CONTEXT, _MOST_CONTEXT),
-        batches=arguments.whole_numbers("--batch", batch, 1, 64),
-        selectors=arguments.names("--selectors", selectors, get_args(SelectorName)),
+        contexts=arguments.whole_numbers(
+            "--contexts", cases["contexts"], _LEAST_CONTEXT, _MOST_CONTEXT
+        ),
+        batches=arguments.whole_numbers("--batch", cases["batch"], 1, 64),
+        selectors=arguments.names("--selectors", cases["selectors"], get_args(SelectorName)),
         ways=arguments.names("--ways", ways, WAYS),
-        drives=arguments.whole_numbers("--drives", drives, 1, MAX_DRIVES),
-        intervals=_intervals(intervals),
+        drives=arguments.whole_numbers("--drives", cases["drives"], 1, MAX_DRIVES),
+        intervals=_intervals(cases["intervals"]),
         x_shares=arguments.numbers("--x-share", x_share, 0, 1),
         budget=budget,
         dilation=dilation,
@@ -88,8 +135,8 @@ def offload(
     try:
         if plot_file is not None:
             require_plot(plot_file)
-        with console.status("making a model") as status:
-            document = run(settings, root, status.update)
+        with progress(console) as note:
+            document = run(settings, root, note)
         made = tables(document)
         if plot_file is not None:
             from vllm_ssdkv.cli.bench.offload_plot import plot

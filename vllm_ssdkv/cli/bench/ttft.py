@@ -13,7 +13,7 @@ from rich.table import Table
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.cli import arguments
-from vllm_ssdkv.profiling.console import wide_console
+from vllm_ssdkv.profiling.console import progress, wide_console
 from vllm_ssdkv.profiling.recall.recall import MODEL_DIR
 
 
@@ -107,8 +107,8 @@ def ttft(
         for parent in directory or [Path.cwd()]:
             folders.append(tempfile.TemporaryDirectory(prefix="ssdkv-bench-", dir=parent))
         places = [Path(folder.name) for folder in folders]
-        with console.status("starting") as status:
-            rows = run_bench(model or MODEL_DIR, places, slow, repeats, status.update)
+        with progress(console) as note:
+            rows = run_bench(model or MODEL_DIR, places, slow, repeats, note)
         if as_json:
             arguments.print_json(rows)
     except (BenchError, OSError) as error:

@@ -13,6 +13,7 @@ from vllm_ssdkv.base.errors import SSDKVError
 from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.bench.bench import PlotOption
 from vllm_ssdkv.cli.bench.tables_output import print_tables, write_markdown
+from vllm_ssdkv.profiling.console import progress
 from vllm_ssdkv.profiling.table import Table
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def _of_traces(directory: Path) -> tuple[TraceFigures, list[Table]]:
     from vllm_ssdkv.profiling.simulation.papers.swarm_traces import measure as figures_of
 
     _, found = read_traces(directory)
-    with Console(stderr=True).status("reading traces") as status:
-        table = measure(found, Settings(tokens=False), status.update)[-1]
-        status.update("Swarm's rows")
+    with progress(Console(stderr=True)) as note:
+        table = measure(found, Settings(tokens=False), note)[-1]
+        note("Swarm's rows")
         return figures_of(found), [table]

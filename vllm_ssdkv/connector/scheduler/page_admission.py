@@ -18,6 +18,7 @@ from vllm_ssdkv.connector.scheduler.scheduler_parts import EngineFacts, Schedule
 from vllm_ssdkv.store.block_index import embedded, embedded_placement
 from vllm_ssdkv.store.device_weights import DeviceWeights
 from vllm_ssdkv.store.devices.health import WriteState
+from vllm_ssdkv.store.unread_slots import UnreadSlots
 from vllm_ssdkv.store.write_pauses import WritePauses
 
 if TYPE_CHECKING:
@@ -44,10 +45,11 @@ class PageAdmission:
         weights: DeviceWeights,
         recovery: ContextRecovery,
         pauses: WritePauses,
+        unread: UnreadSlots,
         clock: Callable[[], float] = time.monotonic,
     ):
         """``clock``: monotonic seconds."""
-        self._pauses, self._clock = pauses, clock
+        self._pauses, self._unread, self._clock = pauses, unread, clock
         self._stands_since = self._asked_at = -math.inf
         self._index = embedded(store.index)
         self._rebalancer = embedded_placement(store.rebalancer)
@@ -94,6 +96,8 @@ class PageAdmission:
             if not soon:
                 self._check_progress()
             return WaitReason.NEW_SLOTS
+        if self._index.available() < needed:
+            self._unread.give_up()
         if self._index.available() >= needed:  # what was striped anew has come back
             return None
         if not (soon or self._weights.reset()):

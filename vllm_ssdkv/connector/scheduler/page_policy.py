@@ -43,7 +43,12 @@ class PagePolicy:
         self._block = parts.engine.block_tokens
         self._recovery = ContextRecovery(parts.store.counters)
         self._admission = PageAdmission(
-            parts.store, parts.engine, parts.weights, self._recovery, parts.pauses
+            parts.store,
+            parts.engine,
+            parts.weights,
+            self._recovery,
+            parts.pauses,
+            parts.unread,
         )
         # How many running requests' contexts hold a slot.
         self._in_contexts: Counter[int] = Counter()

@@ -36,6 +36,7 @@ class PrefixLookup:
         Raises:
             StoreFailedError: the request can never be served any more.
         """
+        self._parts.unread.step()
         reason = self._must_wait(request, step)
         if reason is not None:
             return Wait(reason)

@@ -71,6 +71,7 @@ class ReportIntake:
         for slot, epoch in report.bad:
             if epoch in (-1, self._index.epoch(slot)):
                 self._slots.drop(slot, "read_error")
+        self._parts.unread.failed(report.unread)
         for request_id in report.poisoned:
             state = self._requests.get(request_id)
             if state is not None:

@@ -47,6 +47,7 @@ from vllm_ssdkv.store.device_weights import DeviceWeights
 from vllm_ssdkv.store.devices.health import WriteState
 from vllm_ssdkv.store.index.slot_index import SlotIndex
 from vllm_ssdkv.store.placement.rebalancer import Rebalancer
+from vllm_ssdkv.store.unread_slots import UnreadSlots
 from vllm_ssdkv.store.write_pauses import WritePauses
 
 if TYPE_CHECKING:
@@ -413,6 +414,7 @@ def _make_parts(
         store,
         weights,
         WritePauses(placement, weights, whole=config.mode == "page"),
+        UnreadSlots(store.index, store.rebalancer, counters),
         requests,
         asked,
         draft,

@@ -23,6 +23,7 @@ from vllm_ssdkv.connector.scheduler.x_admission import XAdmission
 from vllm_ssdkv.offload.xcache.x_rule import XShape
 from vllm_ssdkv.store.block_index import BlockIndex, SlotPlacement
 from vllm_ssdkv.store.device_weights import DeviceWeights
+from vllm_ssdkv.store.unread_slots import UnreadSlots
 from vllm_ssdkv.store.write_pauses import WritePauses
 from vllm_ssdkv.store.write_policy import WritePolicy
 
@@ -92,6 +93,7 @@ class SchedulerParts:
         store: The open store.
         weights: Shares of the devices in new slots.
         pauses: Pauses of writes.
+        unread: Slots that could not be read.
         requests: Requests that hold HBM blocks, by id.
         asked: Options of requests.
         draft: The next plan.
@@ -109,6 +111,7 @@ class SchedulerParts:
     store: SchedulerStore
     weights: DeviceWeights
     pauses: WritePauses
+    unread: UnreadSlots
     requests: dict[str, RequestState]
     asked: RequestOverrides
     draft: StepDraft

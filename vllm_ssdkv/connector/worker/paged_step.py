@@ -248,9 +248,15 @@ class PagedStep:
 
     @property
     def bad_slots(self) -> list[int]:
-        """Slots with wrong or unreadable bytes."""
+        """Slots with wrong bytes, or that are given up."""
         chosen = [] if self._decode is None else self._decode.contexts.bad
         return [*(slot for stream in self._streams for slot in stream.bad), *chosen]
+
+    @property
+    def unread_slots(self) -> list[int]:
+        """Slots that could not be read, and may be later."""
+        chosen = [] if self._decode is None else self._decode.contexts.unread
+        return [*(slot for stream in self._streams for slot in stream.unread), *chosen]
 
     @property
     def _streams(self) -> list[ContextStream]:

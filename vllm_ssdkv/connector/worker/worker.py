@@ -614,6 +614,7 @@ class SSDKVWorker:
                 step.left_out,
             )
         self._report.bad.extend((slot, -1) for slot in step.bad_slots)
+        self._report.unread.extend((slot, -1) for slot in step.unread_slots)
         spoiled: list[int] = []
         for row in step.poisoned_rows():
             self._poisoned.add(row.request_id)
@@ -751,6 +752,7 @@ class SSDKVWorker:
             self._loading.discard(outcome.request_id)
             self._report.loads.append(_load_time(outcome))
             self._report.bad.extend(outcome.bad)
+            self._report.unread.extend(outcome.unread)
             if outcome.request_id in BACKGROUND:
                 self._background_ended(outcome)
                 continue

@@ -12,7 +12,7 @@ namespace ssdkv::attention {
 // Pages of a list per head that are attended to as one partial state, from the list's first page
 // on. A list that is attended to in several calls gives the same bits if each call but the last has
 // whole parts.
-inline constexpr std::int64_t kSplitPages = 16;
+inline constexpr std::int64_t kSplitPages = 8;
 
 void attend(const Kernels& kernels, const Problem& problem, std::int64_t rows,
             std::int64_t threads);

@@ -533,6 +533,11 @@ class RemotePlacement:
         """Nothing: the devices are the node's."""
         return 0
 
+    def unmask(self, slots: I64) -> int:
+        """Nothing: the slots are the node's."""
+        del slots
+        return 0
+
     def take_segments(self) -> tuple[Segment, ...] | None:
         """None: workers read no devices."""
         return None

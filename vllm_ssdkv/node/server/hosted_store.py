@@ -40,6 +40,7 @@ from vllm_ssdkv.store.format.slot_geometry import I64
 from vllm_ssdkv.store.index.slot_index import SlotState
 from vllm_ssdkv.store.index_metrics import IndexMetrics
 from vllm_ssdkv.store.open import StorePlace, open_index
+from vllm_ssdkv.store.unread_slots import UnreadSlots
 from vllm_ssdkv.store.write_pauses import WritePauses
 from vllm_ssdkv.store.write_policy import open_write_policy
 
@@ -95,12 +96,12 @@ class HostedStore:
         self.geometry = geometry
         self.counters: Counters = place.counters
         self.path = str(place.state)
-        self._lock = threading.RLock()
+        self._lock = threading.Condition()
+        """Guards all numbers; notified when a rank has told its weights."""
         self._claims, self._chains = ClaimTable(), ChainTable()
         self._orphans: list[tuple[int, str, tuple[int, int]]] = []
         """Rank, run, and slot with epoch of blocks that were given up, to be told as failed."""
         self._weights: dict[str, list[bytes]] = {}
-        self._told_weights = threading.Condition(self._lock)
         self._gauges_due = 0.0
         with ExitStack() as stack:
             self.ranks: list[HostedRank] = []
@@ -117,6 +118,7 @@ class HostedStore:
             self._rebalancer, [device.path for device in place.stored().devices]
         )
         self._pauses = WritePauses(placement, self._device_weights, whole=False)
+        self._unread = UnreadSlots(self._index, self._rebalancer, self.counters)
         self._metrics = IndexMetrics(self._index, self._rebalancer, self.counters)
         self.name_key = place.name_key()
         self._pass_on_segments()
@@ -145,7 +147,7 @@ class HostedStore:
                     "engine_id; give each its own"
                 )
             told[rank] = digest
-            self._told_weights.notify_all()
+            self._lock.notify_all()
 
     def weights(self, run: str, patience_s: float, gone: Callable[[], bool]) -> list[bytes]:
         """Digest of each rank's weights. Blocks until all ranks of the run have told.
@@ -161,7 +163,7 @@ class HostedStore:
                 if left <= 0 or gone():
                     missing = [rank for rank, digest in enumerate(told) if not digest]
                     raise NodeRefusedError(f"ranks {missing} of {run} have not told their weights")
-                self._told_weights.wait(min(left, _LOOK_S))
+                self._lock.wait(min(left, _LOOK_S))
             return list(told)
 
     def forget_run(self, run: str) -> None:
@@ -174,6 +176,7 @@ class HostedStore:
     def lookup(self, lease: Lease, keys: Sequence[bytes]) -> tuple[I64, I64]:
         """Slots of the longest prefix of ``keys`` that is there for a session, and their epochs."""
         with self._lock:
+            self._unread.step()
             slots = self._index.lookup(keys)
             if lease.since:
                 there = [self._is_there(lease, slot) for slot in slots.tolist()]
@@ -183,6 +186,7 @@ class HostedStore:
     def find_each(self, lease: Lease, keys: Sequence[bytes]) -> tuple[I64, I64]:
         """Slot of each key, -1 where it is not stored, and their epochs, 0 there; both [n]."""
         with self._lock:
+            self._unread.step()
             found = [self._index.find(key) for key in keys]
             there = [s is not None and self._is_there(lease, s) for s in found]
             slots = np.array(
@@ -509,10 +513,16 @@ class HostedStore:
             ]
             return np.flatnonzero(~np.array(right, dtype=np.bool_))
 
-    def end_load(self, slots: I64, bad: Sequence[tuple[int, int]]) -> None:
-        """A load is over; ``bad`` are slots whose bytes are wrong or cannot be read."""
+    def end_load(
+        self,
+        slots: I64,
+        bad: Sequence[tuple[int, int]] = (),
+        unread: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """A load is over; ``bad`` and ``unread`` are as in ``LoadOutcome``."""
         with self._lock:
             self._drop(bad, "read_error")
+            self._unread.failed(unread)
             self._index.unpin(slots)
             self._discard(slots.tolist())
 

@@ -286,7 +286,7 @@ class WorkerLink:
         """A worker has copied what had arrived."""
         job = self._at_hand.end(call_id)
         if job is not None:
-            self._store.end_load(job.slots, ())
+            self._store.end_load(job.slots)
             return
         with self._wake:
             if self._loads and self._loads[0][0] == call_id:
@@ -341,7 +341,7 @@ class WorkerLink:
             self._loading -= len(job.slots)
             self._part = self._copied = 0
             over = self._over
-        self._store.end_load(job.slots, outcome.bad)
+        self._store.end_load(job.slots, outcome.bad, outcome.unread)
         if over:
             return
         try:
@@ -383,9 +383,9 @@ class WorkerLink:
             logger.warning("ssdkv node: a read for %s does not end", self._session.peer)
         self._teller.join(deadline_s)
         for job in self._at_hand.close():
-            self._store.end_load(job.slots, ())
+            self._store.end_load(job.slots)
         for _, job in self._loads:  # which the loader did not begin any more
-            self._store.end_load(job.slots, ())
+            self._store.end_load(job.slots)
         self._loads.clear()
         self._region_bytes = np.zeros(0, dtype=np.uint8)
         if self._region is not None:

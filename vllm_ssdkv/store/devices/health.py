@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.store.format.slot_geometry import I64
 from vllm_ssdkv.store.io.engines.protocol import PENDING, Batch, Op
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,15 @@ class _Failures:
     def last(self, now: float, patience_s: float) -> bool:
         """Check whether they have lasted long enough to condemn a device."""
         return self.count >= FAILURES_TO_CONDEMN and now - self.since >= patience_s
+
+
+@dataclass(slots=True)
+class _Unreadable:
+    """Bytes of a slot, from ``begin`` to ``end``, that could not be read."""
+
+    begin: int
+    end: int
+    failures: _Failures = field(default_factory=_Failures)
 
 
 @dataclass(slots=True)
@@ -179,8 +189,10 @@ class DeviceHealth:
         """True if writes to any device are paused, or on trial: likewise."""
         self._accused = False
         """Whether anything is held against a device that a success would clear."""
-        self._unreadable: dict[int, _Failures] = {}
+        self._unreadable: dict[int, _Unreadable] = {}
         """Slots that could not be read, the newest last."""
+        self.any_unreadable = False
+        """True if there are any."""
         self._news: list[int] = []
         self._returned: list[int] = []
         self.on_trouble: list[Callable[[], None]] = []
@@ -391,26 +403,42 @@ class DeviceHealth:
 
     # ---- content ----
 
-    def give_up(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def give_up(self, slots: I64, begin: I64, end: I64) -> NDArray[np.bool_]:
         """Mask of slots, [n], that are given up: devices in use could not read them, again and
         again, for :data:`CONDEMN_S`. Each call is one failure of each of them.
 
         A device that reads nothing is condemned before: that of a slot which is given up reads
         others.
+
+        Args:
+            slots: Slots that could not be read; may repeat.
+            begin, end: Bytes of each that were asked for, [n].
         """
         with self._lock:
             now = self.clock()
-            found = []
-            for slot in slots.tolist():
-                failures = self._unreadable.pop(slot, None) or _Failures()
-                failures.add(now)
-                many = failures.count > FAILURES_TO_CONDEMN
-                found.append(many and failures.last(now, self._patience_s))
-                if not found[-1]:
-                    self._unreadable[slot] = failures
+            found = {}
+            for slot, first, last in zip(slots.tolist(), begin.tolist(), end.tolist(), strict=True):
+                if slot in found:
+                    continue
+                mine = self._unreadable.pop(slot, None) or _Unreadable(first, last)
+                mine.failures.add(now)
+                many = mine.failures.count > FAILURES_TO_CONDEMN
+                found[slot] = many and mine.failures.last(now, self._patience_s)
+                if not found[slot]:
+                    self._unreadable[slot] = mine
                 if len(self._unreadable) > _MOST_UNREADABLE:
                     del self._unreadable[next(iter(self._unreadable))]
-            return np.array(found, dtype=np.bool_)
+            self.any_unreadable = bool(self._unreadable)
+            return np.array([found[slot] for slot in slots.tolist()], dtype=np.bool_)
+
+    def readable(self, slots: I64, begin: I64, end: I64) -> None:
+        """These bytes of slots, [n] each, were read: failures of what lies in them are over."""
+        with self._lock:
+            for which in np.flatnonzero(np.isin(slots, list(self._unreadable))).tolist():
+                mine = self._unreadable.get(int(slots[which]))
+                if mine is not None and begin[which] <= mine.begin and mine.end <= end[which]:
+                    del self._unreadable[int(slots[which])]
+            self.any_unreadable = bool(self._unreadable)
 
     @property
     def content_accused(self) -> bool:
@@ -481,6 +509,9 @@ class DeviceHealth:
             self.any_out_of_use = bool(self._out_of_use.any())
             mine.reads.count = 0
             mine.hung.clear()
+            # Their failures may have been this device's, whose fault is over.
+            self._unreadable.clear()
+            self.any_unreadable = False
             self._returned.append(device)
         self._counters.add("device_returned", 1, device=self.paths[device])
         logger.warning("ssdkv: device %s is back, and in use again", self.paths[device])

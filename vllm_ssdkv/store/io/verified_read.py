@@ -74,7 +74,7 @@ class _Marks:
         known: Extents whose digests are known, [n].
         left: Pages of extents that are not good that have not been right yet, [n, pages].
         wrong: Pages of these that arrived, and were not right, [n, pages].
-        bad, hanging: See :class:`VerifiedRead`, [n].
+        bad, unread, hanging: See :class:`VerifiedRead`, [n].
     """
 
     seen: NDArray[np.bool_]
@@ -82,14 +82,15 @@ class _Marks:
     left: NDArray[np.bool_]
     wrong: NDArray[np.bool_]
     bad: NDArray[np.bool_]
+    unread: NDArray[np.bool_]
     hanging: NDArray[np.bool_]
 
     @classmethod
     def none(cls, extents: int, pages: int) -> _Marks:
         """Marks of a read that was not looked at."""
-        seen, known, bad, hanging = np.zeros((4, extents), dtype=np.bool_)
+        seen, known, bad, unread, hanging = np.zeros((5, extents), dtype=np.bool_)
         wrong = np.zeros((extents, pages), dtype=np.bool_)
-        return cls(seen, known, ~wrong, wrong, bad, hanging)
+        return cls(seen, known, ~wrong, wrong, bad, unread, hanging)
 
 
 class VerifiedRead:
@@ -240,6 +241,8 @@ class VerifiedRead:
             self._take(self.request, checked.which, checked, final=False)
         if again and not self.good.all():
             self.read_again(time.monotonic() + self._files.deadline_s)
+        else:
+            self._clear_failures()
         return self.good
 
     def stop(self) -> None:
@@ -303,8 +306,14 @@ class VerifiedRead:
 
     @property
     def bad(self) -> NDArray[np.bool_]:
-        """Extents that are wrong, or cannot be read, wherever they were read from, [n]."""
+        """Extents that are wrong wherever they were read from, or could not be read for so long
+        that they are given up, [n]."""
         return self._marks.bad
+
+    @property
+    def unread(self) -> NDArray[np.bool_]:
+        """Extents that devices in use could not read, and may read again later, [n]."""
+        return self._marks.unread
 
     @property
     def hanging(self) -> NDArray[np.bool_]:
@@ -435,20 +444,35 @@ class VerifiedRead:
         hopeless = self._marks.seen & ~self._marks.known & ~self.good & (not self.extents.headed)
         tried = np.flatnonzero(self._open() & ~hopeless)
         in_time = self._try_sources(tried, until)
+        self._clear_failures()
         held, in_reach = self.held(), ~self.request.out_of_reach()
         self._marks.hanging = held & ~self.good & in_reach
         if not in_time:
             return
         # What came, and is wrong, is wrong wherever its device is now.
         wrong = ~self.good & ~held & (in_reach | self._marks.seen)
-        if self.extents.headed:
-            # A device may read again what it could not read: who loads it tries again later.
-            unread = np.flatnonzero(wrong & ~self._marks.seen)
-            wrong[unread] = self._files.health.give_up(self.extents.slots[unread])
+        # A device may read again what it could not read: it is tried again later.
+        unread = wrong & ~self._marks.seen
+        if unread.any():
+            begin, end = self._reach(unread)
+            wrong[unread] = self._files.health.give_up(self.extents.slots[unread], begin, end)
+        self._marks.unread = unread & ~wrong
         self.bad[tried] = wrong[tried]
         self._marks.bad |= hopeless
         if self._charge and self.bad.any():
             self._report()
+
+    def _clear_failures(self) -> None:
+        """Forget failures of what can be read again."""
+        health = self._files.health
+        if health.any_unreadable and self.good.any():
+            health.readable(self.extents.slots[self.good], *self._reach(self.good))
+
+    def _reach(self, which: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Bytes of their slots at which these extents begin and end, both [k]."""
+        geometry = self._files.geometry
+        begin = np.broadcast_to(self.extents.offset(geometry), len(which))[which]
+        return begin, begin + self.extents.nbytes(geometry)
 
     def _try_sources(self, left: Which, until: float) -> bool:
         """Read these extents from one source after the other; whether there was time for it."""

@@ -275,7 +275,8 @@ class Scrubber:
         """Check whether a slot of which no copy is right is only one that cannot be read now."""
         if all(fault is not _UNREADABLE for fault in faults):
             return False
-        return not self._files.health.give_up(np.array([slot], dtype=np.int64))[0]
+        whole = np.array([[slot], [0], [self._files.geometry.slot_bytes]], dtype=np.int64)
+        return not self._files.health.give_up(*whole)[0]
 
     def _report(self, slot: int, epoch: int, faults: Sequence[_Fault], *, lost: bool) -> None:
         suspect = _Suspect(epoch, faults, lost, self._right.clip(max=_MOST_CREDIT))

@@ -56,9 +56,9 @@ STAGING: Final = 64 * MIB
 STAGING_SHARE: Final = 1 / 4
 """Of the DRAM of a worker, staging takes no more than so much by itself."""
 
-MIN_PLACES: Final = 32
+MIN_PLACES: Final = 16
 """Least single pages that DRAM holds. Pages that do not fit into half of them are fetched in turns,
-and a turn has the 16 pages at least that attention takes together."""
+and a turn has the 8 pages at least that attention takes together."""
 
 MIN_IMAGES: Final = 4
 """Least slots that can be encrypted at a time."""

@@ -249,14 +249,19 @@ class Rebalancer:
         slots = np.arange(self._index.num_slots, dtype=np.int64)
         back = self.placement.lost(self._gone, slots)
         self._gone = self.out_of_use()
-        slots = slots[back & ~self.placement.lost(self._gone, slots)]
+        found = self.unmask(slots[back])
+        self._judge()
+        return found
+
+    def unmask(self, slots: I64) -> int:
+        """Have slots, [n], found again that were masked, unless their devices are out of use; how
+        many blocks are found."""
+        slots = slots[~self.placement.lost(self._gone, slots)]
         for segment in self.placement.segments:
             if segment.first in self._successors:  # they come back with the manifest
                 inside = (slots >= segment.first) & (slots < segment.first + segment.slots)
                 slots = slots[~inside]
-        found = self._index.unmask(slots)
-        self._judge()
-        return found
+        return self._index.unmask(slots)
 
     @property
     def slots_to_come(self) -> int:

@@ -232,7 +232,6 @@ class ContextStream:
         self._peer = peer
         self._refused = False
         """True if the latest piece is to be read again, by the host's path."""
-        self._files = files
         self._frames = frames
         self._seals = seals
         self._verifier = verifier
@@ -241,7 +240,9 @@ class ContextStream:
         self.closed = False
         self.poisoned: set[int] = set()
         self.bad: list[int] = []
-        """Slots with wrong or unreadable bytes."""
+        """Slots with wrong bytes, or that are given up."""
+        self.unread: list[int] = []
+        """Slots that could not be read, and may be later."""
         if sparse and not dense_layers:
             skipped, none = set(sparse), np.zeros(0, dtype=np.int64)
             contexts = [none if i in skipped else slots for i, slots in enumerate(contexts)]
@@ -359,7 +360,7 @@ class ContextStream:
         if part.arriving and self._upcoming() != layer:
             raise RuntimeError(f"layer {layer} was asked for, layer {self._upcoming()} comes next")
         if len(part.frame):
-            offset = np.uint64(self._files.geometry.layer_offset(layer))
+            offset = np.uint64(self._host.files.geometry.layer_offset(layer))
             yield Piece(part.frame + offset, part.index, part.begin, part.end)
         if not part.arriving:
             return
@@ -467,7 +468,7 @@ class ContextStream:
             places = path.staging.take(len(chunk.slots))
             if places is None:
                 return
-            first = self._files.geometry.first_page(layer)
+            first = self._host.files.geometry.first_page(layer)
             extents = SlotExtents(chunk.slots, first, self._pages, places)
             read = VerifiedRead(path.files, extents, TableDigests(path.codec, self._seals, extents))
             if not path.unchecked:
@@ -498,6 +499,7 @@ class ContextStream:
         late = None
         if not good.all():
             self.bad += np.unique(chunk.slots[read.bad]).tolist()
+            self.unread += np.unique(chunk.slots[read.unread]).tolist()
             hanging = read.hanging
             self._poison(chunk, ~good & ~hanging)
             if hanging.any():
@@ -508,7 +510,7 @@ class ContextStream:
             end[row] = begin[row]
         digests = None
         if mine.path.unchecked:
-            geometry = self._files.geometry
+            geometry = self._host.files.geometry
             first, pages = geometry.first_page(mine.layer), geometry.pages_per_layer
             seals, _ = self._seals.get(chunk.slots, first, pages)
             digests = seals.marks[chunk.which, :, 0]

@@ -48,7 +48,8 @@ class LoadJob:
 
 @dataclass(slots=True)
 class LoadOutcome:
-    """Outcome of a job. ``bad`` are (slot, epoch) pairs that must not be found again.
+    """Outcome of a job. ``bad`` are (slot, epoch) pairs that must not be found again, ``unread``
+    those that could not be read, and may be later.
 
     Seconds: ``queued_s`` behind other jobs, ``ssd_s`` for what was read from devices, ``dram_s``
     for what was found in frames; copies to HBM included. Frames are copied while the first reads
@@ -69,6 +70,7 @@ class LoadOutcome:
     ssd_s: float = 0.0
     ended: float = 0.0
     copy: tuple[int, int, NDArray[np.uint8]] | None = None
+    unread: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)

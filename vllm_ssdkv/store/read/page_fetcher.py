@@ -79,7 +79,9 @@ class PageFetcher:
         """Reads that nobody has asked for yet; their places are taken."""
         self._idle = PrefetchBudget()
         self.bad: list[int] = []
-        """Slots with wrong or unreadable bytes since the last :meth:`take_bad`."""
+        """Slots with wrong bytes, or that are given up, since the last :meth:`take_bad`."""
+        self.unread: list[int] = []
+        """Slots that could not be read, and may be later, since the last :meth:`take_unread`."""
 
     @property
     def room(self) -> int:
@@ -159,7 +161,9 @@ class PageFetcher:
                 hanging = mine.places[mine.read.hanging]
                 entries = np.flatnonzero(np.isin(fetch.asked.places, hanging))
                 again |= np.isin(fetch.asked.which, entries)
-                self.bad += np.unique(mine.read.extents.slots[mine.read.bad]).tolist()
+                slots = mine.read.extents.slots
+                self.bad += np.unique(slots[mine.read.bad]).tolist()
+                self.unread += np.unique(slots[mine.read.unread]).tolist()
             self._withhold(fetch, self._take_in(mine))
         fetch.address, here = self._cache.find(fetch.asked, fetch.pages)
         missing = np.flatnonzero(again & ~here)
@@ -184,9 +188,14 @@ class PageFetcher:
         fetch.asked.places[:] = NO_PLACE
 
     def take_bad(self) -> list[int]:
-        """Slots with wrong or unreadable bytes since the last call."""
+        """Slots with wrong bytes, or that are given up, since the last call."""
         bad, self.bad = self.bad, []
         return bad
+
+    def take_unread(self) -> list[int]:
+        """Slots that could not be read, and may be later, since the last call."""
+        unread, self.unread = self.unread, []
+        return unread
 
     def _withhold(self, fetch: Fetch, lent: NDArray[np.int32]) -> None:
         """These places are lent to reads that have not ended."""

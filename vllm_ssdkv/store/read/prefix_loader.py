@@ -421,13 +421,13 @@ class PrefixLoader:
         if hit.outcome.complete:
             hit.todo = np.union1d(hit.todo, entry.which[read.hanging])
         self._invalidate(hit, entry.which[read.bad])
+        hit.outcome.unread += _pairs(hit, entry.which[read.unread])
 
     def _invalidate(self, hit: Hit, which: NDArray[np.int64]) -> None:
         """Have slots ``which`` not found again; the hit fails."""
         if len(which):
-            slots, epochs = hit.job.slots[which].tolist(), hit.job.epochs[which].tolist()
             hit.outcome.complete = False
-            hit.outcome.bad.extend(zip(slots, epochs, strict=True))
+            hit.outcome.bad += _pairs(hit, which)
 
     def _prepare(self, hit: Hit) -> None:
         """Give reads that are under way what checks and copies their slots without the interpreter,
@@ -448,3 +448,9 @@ class PrefixLoader:
                 if entry[0].ended():
                     self._overdue.remove(entry)
                     self._frames.finish_io(entry[1], FrameState.FREE)
+
+
+def _pairs(hit: Hit, which: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Numbers and epochs of slots ``which`` of a hit."""
+    job = hit.job
+    return list(zip(job.slots[which].tolist(), job.epochs[which].tolist(), strict=True))

@@ -72,7 +72,8 @@ class SelectedContexts:
         in_frames: Whether all have: no page of KV is read.
         left_out: Rows for whose summaries DRAM has no room: they must attend to everything.
         poisoned: Rows whose output must be thrown away.
-        bad: Slots with wrong or unreadable bytes.
+        bad: Slots with wrong bytes, or that are given up.
+        unread: Slots that could not be read, and may be later.
         fetched: What was fetched so far of pages of KV.
         fetched_channels, fetched_summaries: The same of channel pages for one layer, and of pages
             that DRAM lacked when the step began.
@@ -110,6 +111,7 @@ class SelectedContexts:
         self.fetched_summaries = PageCounts()
         self.poisoned: set[int] = set()
         self.bad: list[int] = []
+        self.unread: list[int] = []
         self.left_out: set[int] = set()
         self._alive: NDArray[np.int64] | None = None
         self._borrowed = np.zeros(0, dtype=np.int32)
@@ -158,6 +160,7 @@ class SelectedContexts:
         rows = self._summaries.pin(self.slots[which])
         self._summary_rows[which] = rows
         self.bad += self._fetcher.take_bad()
+        self.unread += self._fetcher.take_unread()
         self._poison(which[rows == NO_ROW])
 
     def _make_summaries(self, blocks: NDArray[np.int64]) -> None:
@@ -390,6 +393,7 @@ class SelectedContexts:
         good = fetch.finish() if isinstance(fetch, GpuFetch) else self._fetcher.finish(fetch)
         self.pages_used += (fetch.below if isinstance(fetch, GpuFetch) else fetch).used
         self.bad += self._fetcher.take_bad()
+        self.unread += self._fetcher.take_unread()
         if not good.all():
             self._poison(blocks[~good])
         return good
