@@ -25,6 +25,6 @@ print(code, *(name for name in sys.argv[0].split(",") if name in sys.modules), f
 )
 def test_nothing_heavy_is_imported(arguments: list[str], code: int) -> None:
     script = SCRIPT.replace("sys.argv[0]", repr(",".join(HEAVY)))
-    words = [sys.executable, "-c", script, *arguments]
+    words = [sys.executable, "-P", "-c", script, *arguments]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=100, check=True)
     assert ended.stderr.splitlines()[-1] == str(code)

@@ -21,6 +21,7 @@ ALWAYS = {
     "replicas",
     "state_dir",
     "recover",
+    "on_reset",
     "dram_gib",
     "admission",
     "nodes",
