@@ -328,7 +328,8 @@ class Engine:
         index = self.scheduler.connector.scheduler.index
         gauges = index.gauges()
         assert gauges["pinned"] == gauges["reserved"] == gauges["writing"] == 0
-        assert gauges["free"] + gauges["ready"] == index.num_slots - gauges["lost"]
+        away = gauges["lost"] + gauges["masked"]
+        assert gauges["free"] + gauges["ready"] == index.num_slots - away
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 

@@ -17,6 +17,7 @@ from tests.e2e.stock import Stock
 from tests.e2e.workload import SHORT, SMALL_DRAM, kv_tokens
 from tests.node.process import NodeProcess
 from vllm_ssdkv.cli.main import app as cli
+from vllm_ssdkv.connector.scheduler import scheduler
 
 WINDOW = 128
 CHUNK = 256
@@ -102,9 +103,14 @@ def eventually(here: Engine, what: Callable[[], bool], seconds: float = 60.0) ->
 
 
 def test_the_only_node_dies_and_comes_back_under_requests(
-    nodes: Sequence[NodeProcess], models: dict[str, Path], stock: Stock, tmp_path: Path
+    nodes: Sequence[NodeProcess],
+    models: dict[str, Path],
+    stock: Stock,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With one copy their contexts are computed again, when the node is back."""
+    monkeypatch.setattr(scheduler, "RETURN_S", 60.0)
     wanted = tokens(stock.answers("llama", SHORT))
     with engine(models["llama"], nodes[3:], tmp_path / "state") as here:
         again = threading.Timer(2.0, nodes[3].start)

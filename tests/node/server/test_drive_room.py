@@ -54,6 +54,15 @@ def make_volume(node: Node, nbytes: int, name: bytes) -> None:
         link.open([name], [nbytes], np.zeros(4096, dtype=np.uint8))
     finally:
         assert link.close(5.0)
+        wait_for_end(node)
+
+
+def wait_for_end(node: Node) -> None:
+    """Wait until nobody uses what the node has."""
+    deadline = time.monotonic() + WAIT_S
+    while node.status().sessions:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def spec_named(name: str, model: str = SPEC.model) -> StoreSpec:
@@ -64,10 +73,7 @@ def use_store(node: Node, name: str) -> None:
     """Have the node open a store, and wait until nobody uses it."""
     with Attacker(node.addresses[0], "scheduler", spec=spec_named(name)):
         pass
-    deadline = time.monotonic() + WAIT_S
-    while node.status().sessions:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for_end(node)
 
 
 def test_a_volume_gets_nothing_that_stores_own(node: Node, tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def test_what_an_engine_has_not_wholly_saved_goes_with_it(
     one.close()
     assert eventually(lambda: two.gauges()["pinned"] == 0)
     assert two.find(KEYS)[0].tolist() == kept.tolist()
-    assert node.counters.total("node_pins_released") == 5
+    assert eventually(lambda: node.counters.total("node_pins_released") == 5)
     # Their place and their keys are free again.
     two.store(KEYS[2:5])
     assert len(two.find(KEYS)[0]) == 5
