@@ -507,7 +507,7 @@ def test_keys_that_mean_no_good_cost_others_nothing(server: Server, batch_second
     assert sum(seen.done.values()) > batch_seconds / 3
 
 
-# On fast machines 48 and more requests of a batch end before the request of the user does. Why is open.
+# On fast machines dozens of requests of a batch end before the request of the user. Why is open.
 @pytest.mark.soak
 def test_users_go_first_where_batches_take_all_seats(server: Server) -> None:
     """Batches have the lowest priority: with more of their requests in vLLM's queue than there are
