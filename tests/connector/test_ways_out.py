@@ -143,7 +143,7 @@ class Special(FullAttentionSpec):
 
 
 CPUS = 4
-"""Of the machine that engines start on."""
+"""CPUs of the machine that engines start on."""
 STATES_AT_ENDS = f"{REUSE} and start with --enable-prefix-caching"
 REUSE_ALONE: dict[str, Mapping[str, Any]] = {REUSE: TO_REUSE}
 NO_WAY: dict[str, Mapping[str, Any]] = {WITHOUT_US: GONE}

@@ -90,7 +90,7 @@ LOST = ("read_error", "write_error", "restriped")
 
 
 def healthy(here: Bench) -> bool:
-    """Whether all devices are in use, and take writes."""
+    """Check whether all devices are in use, and take writes."""
     there = [here.count("device_state", device=path) for path in here.paths]
     return there == [1] * 4 and not any(here.count("writes_paused", device=p) for p in here.paths)
 

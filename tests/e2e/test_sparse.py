@@ -144,7 +144,7 @@ def decode(recall: Recall, prompt: Sequence[int]) -> None:
 def answer(
     recall: Recall, tokens: Sequence[int], asked: dict[str, object], salt: str = ""
 ) -> Answer:
-    """What follows these tokens. With a ``salt`` nothing is found."""
+    """Answer to these tokens. With a ``salt`` nothing is found."""
     prompt: dict[str, object] = {"prompt_token_ids": list(tokens)}
     (output,) = recall.engine.llm.generate(
         [prompt | ({"cache_salt": salt} if salt else {})],

@@ -342,7 +342,7 @@ class FaultSequence:
             self.life.engine.faults[device] = self.random.choice(FAULTS)
 
     def restart(self) -> None:
-        """With all devices, or without one."""
+        """Open the store with all devices, or without one."""
         self.end_life()
         paths = list(self.paths)
         if self.random.random() < 0.5:

@@ -37,7 +37,7 @@ def seed() -> None:
 
 
 def image(shade: float) -> MultiModalKwargsItem:
-    """What a processor makes of an image."""
+    """Tensors that a processor makes of an image."""
     pixels, size = torch.full((3, 4, 4), shade), torch.tensor([4, 4])
     field = MultiModalBatchedField()
     return MultiModalKwargsItem(
