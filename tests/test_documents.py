@@ -75,7 +75,7 @@ NOT_THERE = ROOT / "docs" / "not-there.md"
 
 
 def pages_that_say(rows: str) -> Counter[str]:
-    """How many rows of the list of what is not there name each page."""
+    """Number of rows of the list of what is not there that name each page."""
     linked = re.findall(r"\]\(([^)\s]+)\)", "".join(re.findall(r"^\|.*$", rows, re.MULTILINE)))
     return Counter(str((NOT_THERE.parent / name).resolve().relative_to(ROOT)) for name in linked)
 

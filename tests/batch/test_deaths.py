@@ -100,7 +100,7 @@ class Directory:
         return len(self.lives) - 1
 
     def results(self) -> dict[str, tuple[str, set[str], dict[str, str]]]:
-        """By batch: status, requests with an answer, and codes of those without one."""
+        """Status, requests with an answer, and codes of those without one, by batch."""
         found: dict[str, tuple[str, set[str], dict[str, str]]] = {}
 
         async def scenario(server: Served) -> None:

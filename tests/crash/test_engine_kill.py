@@ -69,7 +69,7 @@ class Zygote:
         self.group: int | None = None
         """Process group of the engine that runs now."""
         self.busy = False
-        """Whether the zygote has a task, and so reads none: a second one would wait in the pipe."""
+        """The zygote has a task, and reads no other: a second one would wait in the pipe."""
         threading.Thread(target=self._listen, daemon=True).start()
         self.wait("imported")
 

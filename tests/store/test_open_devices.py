@@ -349,7 +349,7 @@ def test_what_is_stored_while_a_device_is_away_replaces_what_it_has(
 def test_a_store_that_only_waits_gives_up_nothing(
     tmp_devices: Callable[[int], list[Path]], opened: Opened
 ) -> None:
-    """What is masked makes room when blocks are stored, and not before that."""
+    """Masked blocks make room when blocks are stored, and not before that."""
     devices = tmp_devices(2)
     keys, _ = filled(devices, opened)
     close(opened(place(devices[:1])))

@@ -514,7 +514,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(away=st.integers(0, DEVICES - 1), writes=st.integers(0, 12))
     def a_device_is_away_for_one_run(self, away: int, writes: int) -> None:
-        """What it has is found again, unless its place was needed, or it was stored anew."""
+        """Blocks of it are found again, unless their place was needed, or they were stored anew."""
         self.damaged.add(away)
         self.store.settle()
         before, masked = set(self.ready()), self.store.masked

@@ -43,7 +43,7 @@ TRIM_S: Final = 5.0
 QUIET_S: Final = 1.0
 """Errors that pass are told once in this time; all of them are counted."""
 WELL_S: Final = 180.0
-"""How long the server has to serve until it tries requests that another one may have died of."""
+"""Time to serve well before requests are tried that another server may have died of."""
 _CLOSING_PAGE: Final = 2048
 _FULL: Final = "storage_full"
 _DIED: Final = "server_died"

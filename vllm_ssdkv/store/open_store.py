@@ -27,7 +27,7 @@ class OpenStore:
     """Slot numbers are below this."""
     capacities: tuple[int, ...]
     identities: Mapping[int, Identity]
-    """Of the devices whose superblocks are in their data files here, by number."""
+    """Devices whose superblocks are in their data files here, by number."""
     key_id: bytes
 
     def describe(self) -> list[str]:

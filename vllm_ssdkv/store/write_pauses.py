@@ -66,7 +66,7 @@ class WritePauses:
         self._until: dict[tuple[int, int], float] = {}
         """When writes are tried again, by rank and device."""
         self._known: dict[bytes, bool] = {}
-        """Whether writes are paused, by the mask of devices."""
+        """True where writes are paused, by the mask of devices."""
         self._known_of: tuple[Segment, ...] = ()
 
     def told(self, rank: int, news: Sequence[tuple[int, float]]) -> None:

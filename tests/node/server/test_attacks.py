@@ -565,7 +565,7 @@ def test_connections_that_say_nothing_keep_nobody_out(node: NodeProcess) -> None
 
 
 def test_silent_connections_over_tcp_have_a_budget_of_their_own(node: NodeProcess) -> None:
-    """Those of one address: what another address may have is in ``test_newcomers.py``."""
+    """Connections of one address; ``test_newcomers.py`` has those of others."""
     address, _ = options_of(node)
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(connected(address)) for _ in range(40)]

@@ -279,7 +279,7 @@ def test_a_full_disk_ends_it_for_the_time(
 
 
 def test_commands_and_metrics_count_the_same_slots(home: Path, opened: Opened) -> None:
-    """Those that there are now, and those to come, while the store grows and when it is whole."""
+    """Blocks of now and blocks to come, while the store grows and when it is whole."""
     store = opened(place())
     counters = Counters()
     index, rebalancer = open_index(place(), counters)

@@ -389,7 +389,7 @@ def test_devices_that_come_back_bring_their_slots(at_once: bool, stored: int) ->
 
 
 def test_what_a_device_has_is_there_again_with_it() -> None:
-    """Of what was masked is given up only what new blocks need the place of."""
+    """Masked blocks are given up only where new blocks need their places."""
     store = Store()
     store.store(store.placement.slots)
     before = store.ready()

@@ -29,7 +29,7 @@ NEW_SLOTS_DEADLINE_S = 60.0
 saved in milliseconds, or its file system is full, read-only, or does not answer."""
 
 WRITES_DEADLINE_S = 60.0
-"""For which requests wait for writes to go on while nothing runs."""
+"""Time for which requests wait for writes to go on while nothing runs."""
 
 _ASKED_S = 5.0
 """A pause between two questions in which nobody waits, in seconds."""

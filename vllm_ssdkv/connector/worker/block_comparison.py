@@ -24,7 +24,7 @@ TOLERANCE: Final = {
 of chunks and batches, and adds up from layer to layer. See :meth:`BlockComparer.deviation`."""
 
 TOKEN_TOLERANCE: Final = 0.75
-"""How far a quarter of the elements of one token may be from the stored ones, in units of the
+"""Distance of a quarter of the elements of one token from the stored ones, at most, in units of the
 layer's size. Elements of another token are some 1.2 apart or more in half of the cases.
 
 Measured as :meth:`BlockComparer.deviation` takes it, 36 blocks each, computed alone and in batches

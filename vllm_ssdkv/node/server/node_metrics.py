@@ -127,7 +127,7 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
 
     daemon_threads = True
     counters: Counters
-    """For ``node_refusals``."""
+    """Reasons of ``node_refusals``."""
 
     def __init__(self, *arguments: Any) -> None:  # noqa: ANN401 - those of its base
         self._readers: dict[socket.socket, float] = {}

@@ -188,7 +188,7 @@ class DeviceHealth:
         self.any_writes_paused = False
         """True if writes to any device are paused, or on trial: likewise."""
         self._accused = False
-        """Whether anything is held against a device that a success would clear."""
+        """True where anything is held against a device that a success would clear."""
         self._unreadable: dict[int, _Unreadable] = {}
         """Slots that could not be read, the newest last."""
         self.any_unreadable = False
