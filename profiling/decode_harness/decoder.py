@@ -28,7 +28,8 @@ from vllm_ssdkv.connector.messages import ContextDelta, CopyToDram, Flush, Row, 
 from vllm_ssdkv.connector.worker.paged_attention import attend_layer, rows_of_step, store_new
 from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
-from vllm_ssdkv.profiling.decode_harness.attention import Attention, attention_by, timed
+from vllm_ssdkv.profiling.decode_harness.attention import Attention, timed
+from vllm_ssdkv.profiling.decode_harness.forward import Forward
 from vllm_ssdkv.profiling.decode_harness.models import head_size, kv_heads
 from vllm_ssdkv.profiling.decode_harness.part_clock import AttentionTimer, PartClock
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
@@ -143,6 +144,7 @@ class PagedDecoder:
         """
         self.model, self.device, self.room = model, model.device, room
         self.durable = durable
+        self._pass = Forward(model)
         self.timer: AttentionTimer | None = None
         self._parts: PartClock | None = None
         shape = model.config
@@ -365,13 +367,7 @@ class PagedDecoder:
         if self.timer is not None:
             attention = timed(attention, self.timer)
         where = torch.stack(positions).to(self.device)
-
-        def work() -> torch.Tensor:
-            with attention_by(self.model, attention), torch.inference_mode():
-                out = self.model(ids, position_ids=where, use_cache=False, logits_to_keep=1)
-            logits: torch.Tensor = out.logits[:, -1]
-            return logits
-
+        work = functools.partial(self._pass, ids, where, attention)
         logits: torch.Tensor = self._carry_out(plan, work)
         for request in requests:
             request.tokens += count

@@ -1,0 +1,95 @@
+"""Captured passes: pieces replayed with other tokens and another attention, without CUDA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from vllm_ssdkv.profiling.decode_harness.attention import sdpa
+from vllm_ssdkv.profiling.decode_harness.forward import CapturedForward, plain
+from vllm_ssdkv.profiling.decode_harness.models import make_model, small_config
+from vllm_ssdkv.profiling.decode_harness.tokens import FAMILIES
+
+REQUESTS, CONTEXT = 3, 7
+
+
+class RecordedGraph(TorchDispatchMode):
+    """Operations with the tensors that they named, done again into the memory of their results.
+
+    As in a CUDA graph nothing of Python runs at a replay, and a number that was read on the host
+    stays what it was.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._done: list[tuple[Any, Any, dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        found = func(*args, **(kwargs or {}))
+        self._done.append((func, args, kwargs or {}, found))
+        return found
+
+    def capture_begin(self) -> None:
+        self.__enter__()
+
+    def capture_end(self) -> None:
+        self.__exit__(None, None, None)
+
+    def replay(self) -> None:
+        for func, args, kwargs, found in self._done:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(found), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class OverContext:
+    """Attention over random KV of each layer and the new token's."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self.layers: list[int] = []
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        layer = int(module.layer_idx)  # type: ignore[arg-type] # of attention modules
+        self.layers.append(layer)
+        made = torch.Generator().manual_seed(self._seed + layer)
+        shape = (2, *key.shape[:2], CONTEXT, key.shape[-1])
+        keys, values = torch.randn(shape, generator=made)
+        return sdpa(module, query, torch.cat([keys, key], 2), torch.cat([values, value], 2), scale)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_pieces_compute_what_the_model_does(family: str) -> None:
+    model: Any = make_model(small_config(family, layers=3), torch.device("cpu"), torch.float32)
+    graphs: list[RecordedGraph] = []
+
+    def new() -> RecordedGraph:
+        graphs.append(RecordedGraph())
+        return graphs[-1]
+
+    captured = CapturedForward(model, REQUESTS, new)
+    assert len(graphs) == 4, "one piece more than layers"
+    made = torch.Generator().manual_seed(1)
+    seen = set()
+    for step in range(3):
+        ids = torch.randint(0, 256, (REQUESTS, 1), generator=made)
+        positions = torch.randint(0, 1000, (REQUESTS, 1), generator=made)
+        attention = OverContext(100 * step)
+        got = captured(ids, positions, attention)
+        assert attention.layers == [0, 1, 2]
+        want = plain(model, ids, positions, OverContext(100 * step))
+        assert torch.equal(got, want)
+        seen.add(tuple(got.argmax(-1).tolist()))
+    assert len(seen) == 3, "the model says the same whatever it is given"
