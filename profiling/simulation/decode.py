@@ -356,14 +356,14 @@ class _Run:
         yield self._all(self._rewrite_on(n, order) for n in range(len(self.drives)))
 
     def _rewrite_on(self, number: int, order: int) -> Events:
-        device, share = self.on.storage.devices[number], self.on.storage.written[number]
+        device, share = self.on.storage.devices[number], self.on.storage.shares[number]
         seconds = share * self.work.new_writes * device.rewrite_s
         yield from self.drives[number].work(
             seconds, nbytes=share * self.work.new_bytes, order=order
         )
 
     def _write_to(self, number: int, order: int, nbytes: float, writes: float) -> Events:
-        device, share = self.on.storage.devices[number], self.on.storage.written[number]
+        device, share = self.on.storage.devices[number], self.on.storage.shares[number]
         seconds = device.write_s(share * nbytes, 0)
         if writes:
             # Writes below a page cost a page each; as parts of one, on the mean over steps.
@@ -399,7 +399,7 @@ class _Run:
             yield self._all(self._prompt_to(n, order) for n in range(len(self.drives)))
 
     def _prompt_to(self, number: int, order: int) -> Events:
-        share = self.on.storage.written[number] * self.work.prompt_bytes
+        share = self.on.storage.shares[number] * self.work.prompt_bytes
         seconds = self.on.storage.devices[number].prompt_s(share)
         yield from self.drives[number].work(seconds, nbytes=share, order=order)
 

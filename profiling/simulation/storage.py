@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-import numpy as np
-
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.offload.testing.drive_timing import DriveTiming
 from vllm_ssdkv.profiling.simulation.hardware import (
@@ -27,15 +25,8 @@ from vllm_ssdkv.profiling.simulation.hardware import (
     find,
     node_costs,
 )
-from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.placement.lanes import lanes_for
-from vllm_ssdkv.store.placement.replica_selector import shared
-from vllm_ssdkv.store.placement.stripe_map import StripeMap
 
-LAYER: Final = SlotGeometry(kind="opaque", layers=1, heads=1, groups=1, payload_bytes=28 * 1024)
-"""One layer of a block: what a decode step reads of each slot."""
-SLOTS_OF_A_CHOICE: Final = 1024
-"""Slots of a context, over which copies are chosen together."""
 NORMAL_P99: Final = 2.326
 """Of a normal distribution: 99 of 100 lie below so many standard deviations."""
 
@@ -280,14 +271,11 @@ class Storage:
 
     Attributes:
         devices: The drives.
-        shares: Of the bytes of a layer that each of them has to read.
-        written: Of the bytes of a layer that each of them has to write: all of them twice, where
-            there are two copies.
+        shares: Part of a layer's bytes that each of them holds.
     """
 
     devices: tuple[Device, ...]
     shares: tuple[float, ...]
-    written: tuple[float, ...]
 
     @classmethod
     def of(cls, devices: Sequence[Device]) -> Storage:
@@ -300,36 +288,7 @@ class Storage:
             raise ConfigError("drives: none; give at least one")
         lanes = lanes_for([device.rate for device in devices])
         shares = tuple(lanes.count(index) / len(lanes) for index in range(len(devices)))
-        return cls(tuple(devices), shares, shares)
-
-    @classmethod
-    def with_copies(
-        cls, devices: Sequence[Device], striped_by: Sequence[float] | None = None
-    ) -> Storage:
-        """Drives with two copies of everything, of which the product chooses one for each read.
-
-        ``striped_by``: rates by which lanes were made; those of today, if not given. The choice is
-        by today's rates, so a drive that has become slow reads less and writes as much.
-
-        Raises:
-            ConfigError: fewer than two drives.
-        """
-        if len(devices) < 2:
-            raise ConfigError(f"drives: {len(devices)}; two copies need two at least")
-        today = [device.rate for device in devices]
-        lanes = lanes_for(today if striped_by is None else striped_by, copies=2)
-        stripes = StripeMap(LAYER, lanes, len(devices), copies=2)
-        slots = np.arange(SLOTS_OF_A_CHOICE)
-        first, second = (
-            stripes.extents(slots, 0, LAYER.slot_bytes, copy, merged=False) for copy in (0, 1)
-        )
-        none = np.zeros(len(devices), np.int64)
-        taken = shared(first.device, second.device, first.length, np.array(today), none)
-        read = np.bincount(np.where(taken, second.device, first.device), first.length, len(devices))
-        both = np.concatenate([first.device, second.device])
-        written = np.bincount(both, np.concatenate([first.length] * 2), len(devices))
-        total = float(first.length.sum())
-        return cls(tuple(devices), tuple(read / total), tuple(written / total))
+        return cls(tuple(devices), shares)
 
     @classmethod
     def alike(cls, device: Device, count: int) -> Storage:

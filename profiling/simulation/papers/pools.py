@@ -7,8 +7,8 @@ from functools import cache
 from vllm_ssdkv.profiling.simulation import systems
 from vllm_ssdkv.profiling.simulation.decode import Setting, StepResult, System, decode, prefill
 from vllm_ssdkv.profiling.simulation.hardware import Drive, Gpu, Link, Machine, Network, find
+from vllm_ssdkv.profiling.simulation.load import load_s
 from vllm_ssdkv.profiling.simulation.model_shape import find_model
-from vllm_ssdkv.profiling.simulation.reuse import Background
 from vllm_ssdkv.profiling.simulation.storage import PlainDrive, Storage
 
 MODEL = "llama-3.1-70b"
@@ -46,11 +46,10 @@ def hits(tokens: int = 32768) -> list[tuple[str, float]]:
     block = float(BLOCK_TOKENS * model.kv_bytes_per_token())
     nbytes = float(tokens * model.kv_bytes_per_token())
     found = [
-        (name, Background(machine, storage, block, path).load_s(nbytes))
-        for name, path in PATHS.items()
+        (name, load_s(machine, storage, nbytes, block, path=path)) for name, path in PATHS.items()
     ]
     found += [
-        (name, Background(machine, storage, block, node=socket).load_s(nbytes))
+        (name, load_s(machine, storage, nbytes, block, node=socket))
         for name, socket in NODES.items()
     ]
     computed = prefill(System("computed", kv="hbm"), Setting(machine, storage, model, 1, tokens))

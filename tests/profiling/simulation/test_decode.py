@@ -365,32 +365,3 @@ def test_a_pool_of_nodes_sends_little_over_its_network() -> None:
         ConfigError, match="nodes: dockerssd-node: flash, cores, core_attend_bandwidth"
     ):
         pool_drives(1, node="dockerssd-node")
-
-
-@given(
-    count=st.integers(2, 6),
-    slow=st.floats(0.05, 1),
-    tokens=st.sampled_from([512, 8192]),
-)
-def test_two_copies_spare_a_drive_that_became_slow(count: int, slow: float, tokens: int) -> None:
-    """The product's choice of copies: all drives end at about the same time, if they can."""
-    devices = [drive(slow), *[drive()] * (count - 1)]
-    nominal = [drive().rate] * count
-    two = Storage.with_copies(devices, nominal)
-    assert sum(two.shares) == pytest.approx(1)
-    assert sum(two.written) == pytest.approx(2)
-    assert two.written == pytest.approx((2 / count,) * count, rel=0.02)
-    ends = [share / device.rate for share, device in zip(two.shares, devices, strict=True)]
-    assert max(ends) <= 1.03 * max(1 / count / device.rate for device in devices)
-    on = setting(64e9, 64e9, two, tokens=tokens)
-    one = replace(on, storage=Storage(tuple(devices), (1 / count,) * count, (1 / count,) * count))
-    both, single = decode(System("two"), on), decode(System("one"), one)
-    new = on.batch * MODEL.kv_bytes_per_token()
-    assert moved(both, "drive ") - moved(single, "drive ") == pytest.approx(new)
-    if tokens > 4096 and slow < 0.5:
-        assert both.seconds < single.seconds
-
-
-def test_copies_need_two_drives() -> None:
-    with pytest.raises(ConfigError, match="drives: 1; two copies need two at least"):
-        Storage.with_copies([drive()])
