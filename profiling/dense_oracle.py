@@ -130,3 +130,32 @@ def paged_attention(
         sliding_window=sliding_window,
         dtype=dtype,
     )
+
+
+def merge(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge ``n`` partial attentions over disjoint sets of keys by their log-sum-exps, in fp32.
+
+    Weights are taken relative to the largest log-sum-exp, so nothing overflows (FlashDecoding, Dao
+    et al. 2023). A part that saw no key has minus infinity: it takes no part, whatever it holds.
+
+    Args:
+        outs: ``[n, ..., head_size]``, any floating dtype, each normalised over its own keys.
+        lses: ``[n, ...]``, natural logarithm.
+
+    Returns:
+        ``out [..., head_size]`` and ``lse [...]``, both fp32. Where no part saw a key: zeros and
+        minus infinity.
+
+    Raises:
+        ValueError: the shapes do not belong together, or ``n`` is 0.
+    """
+    if lses.shape != outs.shape[:-1] or outs.ndim < 2 or outs.shape[0] == 0:
+        raise ValueError(f"cannot merge outs {list(outs.shape)} with lses {list(lses.shape)}")
+    lses = lses.float()
+    top = lses.amax(dim=0)
+    weights = torch.exp(lses - torch.where(torch.isneginf(top), 0.0, top))
+    total = weights.sum(dim=0)
+    # A part without keys may hold anything, NaN included: 0 * NaN must not get in.
+    parts = torch.where(weights[..., None] > 0, outs.float() * weights[..., None], 0.0)
+    out = parts.sum(dim=0) / torch.where(total > 0, total, 1.0)[..., None]
+    return out, top + torch.log(torch.where(total > 0, total, 1.0))

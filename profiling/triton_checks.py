@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from vllm_ssdkv.attention.merge import merge as merge_finished
 from vllm_ssdkv.kernels.dense import CpuKernels, TritonKernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState
 from vllm_ssdkv.kernels.paged import CpuPageKernels, PageKernels, TritonPageKernels
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels, TritonScoringKernels
 from vllm_ssdkv.profiling.attention_problem import RowShape, attention_problem
+from vllm_ssdkv.profiling.dense_oracle import merge as merge_finished
 from vllm_ssdkv.profiling.sparse_problem import SparseProblem
 from vllm_ssdkv.sparse.protocol import Selection
 from vllm_ssdkv.sparse.scores import Scores, ScoringKernels

@@ -21,7 +21,6 @@ from vllm_ssdkv.kernels.step_clock import AttentionClock
 from vllm_ssdkv.offload.host import HostDevice
 from vllm_ssdkv.offload.offloader import Offloader, Outcome
 from vllm_ssdkv.offload.protocol import ContextWork, HostKernels, Lease
-from vllm_ssdkv.offload.testing.noop import NoopDevice
 from vllm_ssdkv.offload.testing.throttled import ThrottledDevice
 
 QUERY = torch.zeros(3, 4, 8)
@@ -269,11 +268,3 @@ def test_a_throttled_device_answers_by_its_model() -> None:
         seen.append([ticket.done() for ticket in tickets])
     assert seen == [[False, False], [True, False], [True, False], [True, True]]
     assert device.close(PATIENCE_S)
-
-
-def test_a_noop_device_adds_nothing() -> None:
-    made = Offloader(NoopDevice(), 1.0, Counters())
-    outcome, state = folded(made, Pages())
-    assert outcome is Outcome.FOLDED
-    assert float(state.l.sum()) == 0
-    assert bool(torch.isneginf(state.m).all())

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.offload.linked_accelerator import LinkedAccelerator
 from tests.store.conftest import MakeStore, StoreRig, array, make_store
 from tests.store.read.test_context_stream import context, stored
 from vllm_ssdkv.attention.exact import RowBatch, StreamedContext, attend_exact
@@ -25,7 +26,6 @@ from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.step_clock import AttentionClock
 from vllm_ssdkv.offload.host import HostDevice
 from vllm_ssdkv.offload.offloader import OffloadedContext, Offloader
-from vllm_ssdkv.offload.testing.accelerator import LinkedAccelerator
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
 __all__ = ["make_store"]

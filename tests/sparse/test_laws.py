@@ -15,14 +15,12 @@ from tests.kernels.test_dense import assert_near
 from tests.oracles import sparse_attention as oracle
 from tests.sparse.contexts import Contexts, Row, contexts
 from vllm_ssdkv.attention.compensate import compensate
-from vllm_ssdkv.attention.merge import merge
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels
-from vllm_ssdkv.profiling.dense_oracle import dense_attention
+from vllm_ssdkv.profiling.dense_oracle import dense_attention, merge
 from vllm_ssdkv.sparse.protocol import Budget, Selection, Selector, page_budget
 from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
-from vllm_ssdkv.sparse.selectors.exact import ExactSelector
 from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
 from vllm_ssdkv.sparse.selectors.spread import SpreadSelector
 from vllm_ssdkv.sparse.selectors.swarm import SwarmSelector
@@ -110,7 +108,6 @@ def test_everything_selected_is_dense(
     sparf = SparfSelector(ALL, size, granularity, 0, KERNELS, estimate_rest=True)
     want = dense(problem)
     for selector in (
-        ExactSelector(),
         bounds,
         SpreadSelector(ALL, 0, KERNELS, estimate_rest=True),
         sparf,
@@ -384,7 +381,9 @@ def test_adaptive_stops_as_soon_as_it_has_enough(problem: Contexts, p: float, fl
 @settings(max_examples=12, deadline=None)
 def test_merging_any_partition_equals_the_whole(problem: Contexts, parts: int, seed: int) -> None:
     """Pages dealt out at random, attended to apart, merged by log-sum-exp, window apart too."""
-    everything = ExactSelector().select(problem.query, problem.summaries, problem.scale)
+    everything = BoundsSelector(ALL, 0, KERNELS).select(
+        problem.query, problem.summaries, problem.scale
+    )
     owner = np.random.default_rng(seed).integers(0, parts, len(everything.pages))
     lists = np.repeat(np.arange(len(everything.begin) - 1), np.diff(everything.begin))
     states = [problem.state() for _ in range(parts + 1)]

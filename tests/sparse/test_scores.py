@@ -17,7 +17,6 @@ from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels
 from vllm_ssdkv.sparse.protocol import Selection
 from vllm_ssdkv.sparse.scores import Scores
-from vllm_ssdkv.sparse.selectors.exact import selection_of
 from vllm_ssdkv.sparse.sizes import offsets
 
 KERNELS = CpuScoringKernels(2)
@@ -98,7 +97,7 @@ def test_the_mass_of_chosen_pages_and_the_window(
         for pages in problem.summaries.pages
         for _ in range(layout.kv_heads)
     ]
-    chosen = selection_of(lists, np.zeros((len(problem.rows), layout.kv_heads), np.float32))
+    chosen = Selection.of(lists, np.zeros((len(problem.rows), layout.kv_heads), np.float32))
     got = torch.from_numpy(KERNELS.cover_pages(chosen, scores.of_pages, problem.summaries))
     for row, of_row in enumerate(table(logits, first, heads)):
         for head in range(heads):

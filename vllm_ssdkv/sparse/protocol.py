@@ -185,6 +185,13 @@ class Selection:
     alpha: NDArray[np.float32] | None = None
     ranked: Ranked | None = None
 
+    @classmethod
+    def of(cls, lists: Sequence[NDArray[np.int32]], mass: NDArray[np.float32]) -> Selection:
+        """The selection of ascending page numbers, one list for each row and KV head in turn."""
+        begin = np.zeros(len(lists) + 1, np.int32)
+        np.cumsum([len(pages) for pages in lists], out=begin[1:])
+        return cls(np.concatenate([np.empty(0, np.int32), *lists]), begin, mass)
+
 
 class Selector(Protocol):
     """Chooses context pages for rows. Immutable; any thread, several at once.

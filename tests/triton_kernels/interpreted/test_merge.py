@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ssdkv.attention.merge import merge as merge_finished
 from vllm_ssdkv.kernels.operands.block_layout import PartialState
+from vllm_ssdkv.profiling.dense_oracle import merge as merge_finished
 from vllm_ssdkv.triton_kernels.merge import merge
 
 CPU = torch.device("cpu")

@@ -21,7 +21,6 @@ from vllm_ssdkv.clustering.clusters import Clusters
 from vllm_ssdkv.clustering.routing import medoid_scores, member_scores, retrieve
 from vllm_ssdkv.sparse.protocol import Budget, ContextSummaries, Selection, page_budget
 from vllm_ssdkv.sparse.scores import Scorer, Scores, ScoringKernels
-from vllm_ssdkv.sparse.selectors.exact import selection_of
 
 Route = Literal["members", "medoid"]
 
@@ -89,7 +88,7 @@ class SwarmSelector:
                 lists[row * heads + head] = pages
                 covered = share[head, pages].sum() + tables.window_mass[row, head]
                 mass[row, head] = 1 if len(pages) == len(share[head]) else min(covered, 1)
-        return replace(selection_of(lists, mass), ranked=by_page.ranked)
+        return replace(Selection.of(lists, mass), ranked=by_page.ranked)
 
 
 def _joined(clusters: Clusters) -> bool:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from vllm_ssdkv.sparse.protocol import Budget, ContextSummaries, Needs, Selection, page_budget
-from vllm_ssdkv.sparse.selectors.exact import selection_of
 
 
 class WindowSelector:
@@ -45,4 +44,4 @@ class WindowSelector:
             lists += [pages] * heads
             if most == have:
                 mass[row] = 1
-        return selection_of(lists, mass)
+        return Selection.of(lists, mass)
