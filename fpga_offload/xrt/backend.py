@@ -36,7 +36,6 @@ from vllm_ssdkv.fpga_offload.description import (
 )
 from vllm_ssdkv.fpga_offload.library import KernelBackend
 from vllm_ssdkv.fpga_offload.trial import random_problem, run_problem
-from vllm_ssdkv.fpga_offload.xrt.pyxrt_runtime import PyxrtRuntime, has_pyxrt
 from vllm_ssdkv.fpga_offload.xrt.runtime import (
     COMPLETED,
     NO_ANSWER,
@@ -46,7 +45,6 @@ from vllm_ssdkv.fpga_offload.xrt.runtime import (
     CardBuffer,
     KernelArguments,
     Runtime,
-    bridge_path,
     inspect,
 )
 
@@ -128,8 +126,7 @@ class XrtBackend(KernelBackend):
 
     @classmethod
     def open(cls, path: str, card: int, shape: KernelShape, deadline_s: float) -> XrtBackend:
-        """Open a card with the kernels of an xclbin, and see that they compute. By the bridge to
-        XRT, or by pyxrt where that is installed and the bridge was not built.
+        """Open a card with the kernels of an xclbin, and see that they compute.
 
         Raises:
             FpgaError: there is no bridge, no such file, no such kernel or no such card; or it
@@ -138,13 +135,8 @@ class XrtBackend(KernelBackend):
         """
         if not os.access(path, os.R_OK):
             raise FpgaError(f"offload.xclbin: {path} cannot be read")
-        runtime: Runtime
-        if bridge_path().exists() or not has_pyxrt():
-            check_xclbin(inspect(path), path)
-            runtime = BridgeRuntime(card, path)
-        else:
-            logger.info("ssdkv: offload: XRT by pyxrt: %s is not there", bridge_path())
-            runtime = PyxrtRuntime(card, path)
+        check_xclbin(inspect(path), path)
+        runtime = BridgeRuntime(card, path)
         logger.info("ssdkv: offload: card %d is %s", card, runtime.name())
         return cls(runtime, shape, deadline_s).tried(path)
 

@@ -1,7 +1,6 @@
 """XRT as the backend uses it: a card, buffers of its memory, runs of its kernels.
 
 :class:`BridgeRuntime` calls XRT's C++ API by ``bridge.cpp``, which ``make fpga`` builds.
-``pyxrt_runtime.py`` does the same by XRT's own bindings, which no package index has.
 """
 
 from __future__ import annotations
