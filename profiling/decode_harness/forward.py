@@ -159,7 +159,7 @@ def _nothing(
 
 
 def graphs_of(device: torch.device) -> Callable[[], Graph] | None:
-    """What makes the pieces of one pass on this device; nothing where there are no graphs."""
+    """A maker of the pieces of one pass on this device; nothing where there are no graphs."""
     if device.type != "cuda":
         return None
     pool = torch.cuda.graph_pool_handle()

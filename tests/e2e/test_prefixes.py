@@ -87,6 +87,22 @@ def test_turns_of_a_conversation(engine: Engine, wanted: Wanted, next_turn: Toke
     assert got.cached > len(LATER[-1])
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_a_reset_beside_a_request_keeps_what_is_stored(
+    engine: Engine, wanted: Wanted, told: bool
+) -> None:
+    """Of HBM's cache alone, and of the connector too."""
+    first, second = LATER
+    engine.add("owner", first)
+    while len(engine.step().get("owner", ())) < 10:
+        pass
+    assert engine.llm.llm_engine.reset_prefix_cache(True, told)
+    assert engine.run() == {"owner": wanted(LATER)[0]}
+    (got,) = engine.answers([second])
+    assert (got.tokens, got.cached) == (wanted(LATER)[1], (len(second) - 1) // BLOCK * BLOCK)
+    assert engine.ssdkv("slots_dropped") == 0
+
+
 def test_idle_afterwards(engine: Engine) -> None:
     engine.settle()
     assert engine.ssdkv("slots_pinned") == 0
