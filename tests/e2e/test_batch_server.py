@@ -100,6 +100,9 @@ class Server:
                     "VLLM_PLUGINS": "ssdkv,ssdkv_batch",
                     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                     "OMP_NUM_THREADS": "1",
+                    # Else vLLM's worker starts C++ compilers when it is first asked for log
+                    # probabilities: 20 s and 250 MiB, in the middle of any test.
+                    "TORCH_COMPILE_DISABLE": "1",
                 },
                 cwd=self.root,
                 stdout=output,
