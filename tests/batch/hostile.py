@@ -1,7 +1,7 @@
 """Two keys that use the Batch API as badly as they can, and a third that just wants its answers.
 
 What they send comes from a seed. Who watches sees how long `/health` takes and how much memory the
-server and all its children hold.
+server holds.
 """
 
 from __future__ import annotations
@@ -237,7 +237,8 @@ class Watched:
     Attributes:
         latency: Seconds that each `/health` took.
         own: Of these, those in which the server computed: no other load of the machine is in them.
-        memory: Bytes that belong to no file, of the server and its children, from first to last.
+        memory: Bytes that belong to no file, of the server and the children that it had at first,
+            from first to last. Those that read files have a bound of their own.
         honest: Seconds that each batch of the honest key took.
         done: How often hostile keys did what, and how it was answered.
     """
@@ -268,6 +269,7 @@ class Siege:
         self._session = session
         self._seed = seed
         self._scale = scale
+        self._programs: set[int] = set()
         self._over = threading.Event()
         self._errors: list[BaseException] = []
         self.seen = Watched()
@@ -281,7 +283,8 @@ class Siege:
         }
         for names in properties.values():
             names.remove("stream")
-        self.seen.memory.append(memory_of(self._session))
+        self._programs = programs_of(self._session)
+        self.seen.memory.append(memory_of(self._programs))
         works: list[Callable[[], None]] = [self._watch_health, self._watch_memory, self._ask]
         for number, api in enumerate(self._hostile):
             source = random.Random(self._seed + number)
@@ -318,7 +321,7 @@ class Siege:
 
     def _watch_memory(self) -> None:
         while not self._over.wait(0.1):
-            self.seen.memory.append(memory_of(self._session))
+            self.seen.memory.append(memory_of(self._programs))
 
     # ---- who is honest ----
 
@@ -409,27 +412,33 @@ class Siege:
             yield
 
 
-def memory_of(session: int, one: int | None = None) -> int:
-    """Bytes that belong to no file, of all processes of a session, or of one of them.
+def programs_of(session: int) -> set[int]:
+    """Processes of a session that run a program of their own.
 
-    A process with its parent's command line is about to start a program. Until it does, it looks as
-    if it had all of its parent's memory, so it does not count.
+    One that was forked has its parent's command line, and looks as if it had its parent's memory.
     """
-    found: dict[int, tuple[int, bytes, int]] = {}
+    found: dict[int, tuple[int, bytes]] = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            if os.getsid(int(process.name)) != session or one not in (None, int(process.name)):
-                continue
-            command = (process / "cmdline").read_bytes()  # first: it may start the program now
-            lines = (process / "status").read_text().splitlines()
+            if os.getsid(int(process.name)) == session:
+                fields = (process / "stat").read_text().rpartition(")")[2].split()
+                found[int(process.name)] = (int(fields[1]), (process / "cmdline").read_bytes())
+    return {
+        number
+        for number, (parent, command) in found.items()
+        if command and (parent not in found or found[parent][1] != command)
+    }
+
+
+def memory_of(processes: set[int]) -> int:
+    """Bytes that belong to no file, of those of these processes that have not ended."""
+    held = 0
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            lines = Path(f"/proc/{process}/status").read_text().splitlines()
             status = dict(line.split(":", 1) for line in lines)
-            held = int(status.get("RssAnon", "0 kB").split()[0]) * 1024
-            found[int(process.name)] = (int(status["PPid"]), command, held)
-    return sum(
-        held
-        for parent, command, held in found.values()
-        if parent not in found or found[parent][1] != command
-    )
+            held += int(status.get("RssAnon", "0 kB").split()[0]) * 1024
+    return held
 
 
 @contextlib.contextmanager

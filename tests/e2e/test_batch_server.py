@@ -26,6 +26,8 @@ import pytest
 from openai.types import Batch
 
 from tests.batch.hostile import MIB, Siege
+from vllm_ssdkv.batch.lines import MAX_LINE
+from vllm_ssdkv.batch.plugin import LEAST_TEXT
 
 START_S = 420.0
 DEADLINE_S = 600.0
@@ -33,6 +35,11 @@ KEYS = ("key-a", "key-b", "key-c")
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 SEATS = 8
 NOTHING: Mapping[str, object] = {}
+UNDER_SIEGE = 10 * MAX_LINE + 512 * LEAST_TEXT + 128 * MIB
+"""Bytes that a server may take for requests of batches, however fast they come: objects are ten
+times as large as the lines under way, of which there are 16 MiB; one prompt at a time is tokenized,
+with up to 512 bytes for a token of one byte; and the engine's heaps grow once, by what its longest
+steps take."""
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -93,6 +100,9 @@ class Server:
                     "VLLM_PLUGINS": "ssdkv,ssdkv_batch",
                     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                     "OMP_NUM_THREADS": "1",
+                    # Else vLLM's worker starts C++ compilers when it is first asked for log
+                    # probabilities: 20 s and 250 MiB, in the middle of any test.
+                    "TORCH_COMPILE_DISABLE": "1",
                 },
                 cwd=self.root,
                 stdout=output,
@@ -501,10 +511,10 @@ def test_keys_that_mean_no_good_cost_others_nothing(server: Server, batch_second
         f"{len(seen.honest)} honest batches, {max(seen.honest):.1f} s at most; {dict(seen.done)}"
     )
     print(told)
-    # Ten minutes reached 1.55 s and 370 MiB: docs/performance.md has the aims, and why not.
+    # Ten minutes reached 1.55 s: docs/performance.md has the aim, and why not.
     is_long = batch_seconds >= 60
     assert max(seen.latency if is_long else seen.own) < (2.0 if is_long else 1.0), told
-    assert most < first + (450 if is_long else 300), told
+    assert most < first + UNDER_SIEGE / MIB, told
     assert len(seen.honest) >= 1
     assert sum(seen.done.values()) > batch_seconds / 3
 

@@ -23,6 +23,7 @@ from vllm_ssdkv.base.host import default_root
 from vllm_ssdkv.base.log import show_log
 from vllm_ssdkv.base.sizes import KIB, MIB
 from vllm_ssdkv.batch.api_error import ApiError, respond
+from vllm_ssdkv.batch.heap import return_large
 from vllm_ssdkv.batch.prometheus import server_counters
 from vllm_ssdkv.batch.request import Limits
 from vllm_ssdkv.batch.room import Room
@@ -95,6 +96,7 @@ class BatchPlugin:
         if engine_client is None:
             return  # a server without an engine: the routes say that there is no batch API
         show_log()
+        return_large()
         vllm_config = engine_client.vllm_config
         config = batch_config(vllm_config)
         endpoints = Endpoints(state, engine_client)
