@@ -55,7 +55,8 @@ _DROP_CAUSE: Final = Label(
         "engine",
     ),
 )
-_JOURNAL_CALL: Final = Label("call", ("append", "sync", "rewrite"))
+_JOURNAL_CALL: Final = Label("call", ("append", "sync", "rewrite", "look"))
+_STATE_FILE: Final = Label("file", ("journal", "store.json", "store.json.copy"))
 _RECOMPUTE_CAUSE: Final = Label("cause", ("hit", "context"))
 
 
@@ -309,6 +310,13 @@ METRICS: Final[tuple[Metric, ...]] = (
         "manifest_copy_errors",
         "errors",
         "Times that the copy of the manifest on a device could not be written.",
+    ),
+    counter(
+        "state_files_restored",
+        "files",
+        "Files of the store that somebody deleted, replaced or cut under a running engine, written "
+        "again.",
+        _STATE_FILE,
     ),
     counter("journal_errors", "calls", "Calls on the journal that failed.", _JOURNAL_CALL),
     counter("device_lost", "times", "Times that a rank took the device out of service.", _DEVICE),

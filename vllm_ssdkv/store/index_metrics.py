@@ -18,6 +18,8 @@ _COUNTERS: Final[tuple[tuple[str, str, dict[str, str]], ...]] = (
     ("journal_errors", "journal_append_errors", {"call": "append"}),
     ("journal_errors", "journal_sync_errors", {"call": "sync"}),
     ("journal_errors", "journal_rewrite_errors", {"call": "rewrite"}),
+    ("journal_errors", "journal_look_errors", {"call": "look"}),
+    ("state_files_restored", "journal_restores", {"file": "journal"}),
 )
 """Metric, the index's count of it, and labels."""
 
