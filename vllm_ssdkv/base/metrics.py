@@ -346,6 +346,11 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     gauge("slots_to_come", "slots", "Slots of `slots` that the store has yet to grow by."),
     gauge("slots_pinned", "slots", "Slots that may not be evicted now."),
+    gauge(
+        "slots_masked",
+        "slots",
+        "Slots with durable blocks that are out of reach until a device is back.",
+    ),
     gauge("dram_frames", "frames", "Frames of the DRAM tier, all ranks."),
     gauge("dram_frames_used", "frames", "Frames of the DRAM tier that hold data, all ranks."),
     gauge("dram_frames_dirty", "frames", "Frames of the DRAM tier not yet on a device, all ranks."),

@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 from vllm_ssdkv.base.metrics import Counters
 
-_GAUGES = ("ready", "free", "pinned")
+_GAUGES = ("ready", "free", "pinned", "masked")
 _COUNTERS: Final[tuple[tuple[str, str, dict[str, str]], ...]] = (
     ("slots_evicted", "evictions", {}),
     ("slots_stored", "published", {}),
