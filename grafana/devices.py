@@ -55,6 +55,13 @@ def _state(board: Dashboard) -> None:
             (total(of_device("device_share"), *EACH_DEVICE), DEVICE_LEGEND),
         ),
         graph(
+            "Blocks out of reach",
+            "Stored on a device that is out of use: they are found again with it.",
+            "none",
+            (total(ours("slots_masked")), "masked"),
+            limits=[(1, WARN)],
+        ),
+        graph(
             "Blocks rewritten",
             "Stored again after a hit, where they are read faster.",
             "ops",

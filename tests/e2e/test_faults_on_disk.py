@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.bench import CHUNK, PROMPTS, WINDOW, Bench, engine_options, flip_bit
+from tests.e2e.bench import CHUNK, HANG_S, PROMPTS, WINDOW, Bench, engine_options, flip_bit
 from tests.e2e.engine import Engine
 from tests.e2e.stock import Stock
 from tests.e2e.workload import kv_tokens
 from vllm_ssdkv.base.errors import FormatError
-from vllm_ssdkv.store.format.journal_record import HEADER_BYTES, RECORD_BYTES
+from vllm_ssdkv.store.format.journal_record import HEADER_BYTES, JOURNAL, RECORD_BYTES
 from vllm_ssdkv.store.format.manifest import COPY, NAME
 from vllm_ssdkv.store.format.superblock import COPY_OFFSETS
 
@@ -31,6 +32,7 @@ QUIET = ("checksum_failures", "header_mismatches", "load_failures", "journal_cor
 
 
 def test_pages_that_change_under_running_requests(bench: StartBench, log: list[str]) -> None:
+    """So do the files that say what is stored: they are gone."""
     here = bench()
     geometry = here.scheduler.rebalancer.placement.geometry
     struck: list[int] = []
@@ -40,15 +42,30 @@ def test_pages_that_change_under_running_requests(bench: StartBench, log: list[s
             slot = here.context(f"{here.turn}.0")[step // 3]
             here.flip(slot, geometry.page_offset(geometry.pages // 2) + 1000)
             struck.append(slot)
+        if step == STRIKE:
+            for name in (JOURNAL, NAME, COPY):
+                Path(here.paths[0], name).unlink()
+            Path(here.paths[2], COPY).unlink()
 
     here.ask(strike)
     assert len(struck) == 2
+    assert here.count("state_files_restored", file=JOURNAL) == 1
     assert here.count("checksum_failures") > 0
     assert here.count("slots_dropped", cause="read_error") > 0
     assert any(str(slot) in line for slot in struck for line in log if "checksums" in line)
     assert [here.count("device_lost", device=path) for path in here.paths] == [0] * 4
     here.ask()
     here.assert_clean()
+    copies = [Path(here.paths[0], name) for name in (NAME, COPY)]
+    copies.append(Path(here.paths[2], COPY))
+    end = time.monotonic() + HANG_S
+    while not all(path.exists() for path in copies):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    before = len(here.stored(0))
+    here.restart()
+    assert len(here.stored(0)) == before > 90
+    assert here.count("journal_rebuilds") == here.count("manifest_restores") == 0
 
 
 def test_a_data_file_cut_off_under_running_requests(bench: StartBench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from vllm_ssdkv.node.client.pooled_index import PooledIndex
 from vllm_ssdkv.node.client.pooled_store import PooledStore
 from vllm_ssdkv.node.client.remote_index import RemoteIndex, RemotePlacement
 from vllm_ssdkv.node.client.rendezvous import Rendezvous
-from vllm_ssdkv.node.client.session import Peer
+from vllm_ssdkv.node.client.session import Peer, Session
 from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.messages import Role, StoreSpec
 from vllm_ssdkv.node.server.daemon import Node
@@ -409,3 +410,37 @@ def test_a_reset_is_of_one_engine_on_every_node(engines: Callable[..., Engine]) 
     assert second.find(keys) == len(keys)
     assert first.save(keys) == (len(keys), 0), "computed anew, they take the place of the old"
     assert first.find(keys) == second.find(keys) == len(keys)
+
+
+def test_a_session_that_begins_while_the_engine_ends(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends, too, and so do its threads."""
+    before = set(threading.enumerate())
+    engine = Engine(site.addresses, "ends")
+    late = engine.store.stores[1].link
+    opened, begun = Session.open, threading.Event()
+
+    def slow(peer: Peer, *, with_bytes: bool, timeout: float) -> Session:
+        session = opened(peer, with_bytes=with_bytes, timeout=timeout)
+        if with_bytes:
+            begun.set()
+        late._stopping.wait(DEADLINE_S)
+        return session
+
+    site.end(1)
+    until(lambda: late.session is None)
+    lost = late._session
+    monkeypatch.setattr(Session, "open", slow)
+    site.start(1)
+    assert begun.wait(DEADLINE_S)
+    engine.close()
+    assert late._session is not lost
+    assert late.session is None
+    mine = {thread for thread in set(threading.enumerate()) - before if _is_clients(thread)}
+    until(lambda: not any(thread.is_alive() for thread in mine))
+
+
+def _is_clients(thread: threading.Thread) -> bool:
+    names = ("ssdkv-node-bytes", "ssdkv-node-link", "ssdkv-node-watch", "ssdkv-pool")
+    return thread.name.startswith(names)

@@ -55,7 +55,8 @@ _DROP_CAUSE: Final = Label(
         "engine",
     ),
 )
-_JOURNAL_CALL: Final = Label("call", ("append", "sync", "rewrite"))
+_JOURNAL_CALL: Final = Label("call", ("append", "sync", "rewrite", "look"))
+_STATE_FILE: Final = Label("file", ("journal", "store.json", "store.json.copy"))
 _RECOMPUTE_CAUSE: Final = Label("cause", ("hit", "context"))
 
 
@@ -310,6 +311,13 @@ METRICS: Final[tuple[Metric, ...]] = (
         "errors",
         "Times that the copy of the manifest on a device could not be written.",
     ),
+    counter(
+        "state_files_restored",
+        "files",
+        "Files of the store that somebody deleted, replaced or cut under a running engine, written "
+        "again.",
+        _STATE_FILE,
+    ),
     counter("journal_errors", "calls", "Calls on the journal that failed.", _JOURNAL_CALL),
     counter("device_lost", "times", "Times that a rank took the device out of service.", _DEVICE),
     counter(
@@ -338,6 +346,11 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     gauge("slots_to_come", "slots", "Slots of `slots` that the store has yet to grow by."),
     gauge("slots_pinned", "slots", "Slots that may not be evicted now."),
+    gauge(
+        "slots_masked",
+        "slots",
+        "Slots with durable blocks that are out of reach until a device is back.",
+    ),
     gauge("dram_frames", "frames", "Frames of the DRAM tier, all ranks."),
     gauge("dram_frames_used", "frames", "Frames of the DRAM tier that hold data, all ranks."),
     gauge("dram_frames_dirty", "frames", "Frames of the DRAM tier not yet on a device, all ranks."),

@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 from vllm_ssdkv.base.metrics import Counters
 
-_GAUGES = ("ready", "free", "pinned")
+_GAUGES = ("ready", "free", "pinned", "masked")
 _COUNTERS: Final[tuple[tuple[str, str, dict[str, str]], ...]] = (
     ("slots_evicted", "evictions", {}),
     ("slots_stored", "published", {}),
@@ -18,6 +18,8 @@ _COUNTERS: Final[tuple[tuple[str, str, dict[str, str]], ...]] = (
     ("journal_errors", "journal_append_errors", {"call": "append"}),
     ("journal_errors", "journal_sync_errors", {"call": "sync"}),
     ("journal_errors", "journal_rewrite_errors", {"call": "rewrite"}),
+    ("journal_errors", "journal_look_errors", {"call": "look"}),
+    ("state_files_restored", "journal_restores", {"file": "journal"}),
 )
 """Metric, the index's count of it, and labels."""
 

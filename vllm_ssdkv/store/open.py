@@ -63,6 +63,7 @@ from vllm_ssdkv.store.io.slot_io import SlotIO
 from vllm_ssdkv.store.location import Location, choose_state, locate
 from vllm_ssdkv.store.maintenance.journal_rebuild import is_lost, rebuild_journal, set_aside
 from vllm_ssdkv.store.maintenance.offline_store import StoredStore
+from vllm_ssdkv.store.manifest_keeper import ManifestKeeper
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.memory.memory_plan import MemoryPlan, SparseMemory
 from vllm_ssdkv.store.open_store import OpenStore
@@ -130,6 +131,8 @@ class StorePlace:
         chosen = None if config.state_dir else choose_state([Path(p) for p in self.paths], default)
         self.state = chosen or default
         self.copies = CopySpreader(self.counters)
+        self._keeper: ManifestKeeper | None = None
+        """Knows the manifest once the index is open here."""
         self.model_key = key
         self._replica = replica is not None
 
@@ -328,7 +331,7 @@ class StorePlace:
         with locked(self.state):
             manifest = self.stored()
             manifest.suspended = reason
-            manifest.save(self.state)
+            self._save(manifest)
         self.copies.spread(manifest)
 
     def save_segments(self, segments: Sequence[Segment], weights: Sequence[float]) -> None:
@@ -344,8 +347,35 @@ class StorePlace:
             for device, weight in zip(manifest.devices, weights, strict=True):
                 if not weight:
                     device.missed(manifest.opened, manifest.opened + 1)
-            manifest.save(self.state)
+            self._save(manifest)
         self.copies.spread(manifest)
+
+    def _save(self, manifest: Manifest) -> None:
+        manifest.save(self.state)
+        if self._keeper is not None:
+            self._keeper.saved(manifest)
+
+    def keep(self, manifest: Manifest, journal: Journal) -> Callable[[], bool]:
+        """From now on only this process changes the manifest, which was just saved.
+
+        Args:
+            manifest: As it was saved.
+            journal: The open one: it knows the state directory again.
+
+        Returns:
+            Puts the manifest and its copies back if somebody deleted or changed them; False when
+            the store was closed. It blocks on I/O, and raises StoreError or OSError.
+        """
+        there, counters = journal.directory_is_there, self.counters
+        keeper = self._keeper = ManifestKeeper(self.state, manifest, there, counters)
+
+        def look() -> bool:
+            if journal.ending:
+                return False
+            self.copies.mend(keeper.look())
+            return True
+
+        return look
 
     def on_disk(self, manifest: Manifest) -> StoredStore:
         """The store for what reads it as it lies there."""
@@ -356,8 +386,10 @@ class StorePlace:
         """The manifest as it is on disk now; who changes it holds the lock.
 
         Raises:
-            StoreError: it was removed meanwhile.
+            StoreError: it was removed meanwhile, and cannot be put back.
         """
+        if self._keeper is not None:
+            return self._keeper.current()
         found = Manifest.load(self.state)
         if found is None:
             raise StoreError(f"{self.state}: store.json was removed while the store was opened")
@@ -716,13 +748,14 @@ def _open_index(
         manifest.last_opened = int(time.time())
         index.flush()  # a power loss must not bring back what the manifest calls gone
         manifest.save(place.state)
+        look = place.keep(manifest, journal)
     place.copies.spread(manifest)
 
     def save(segments: Sequence[Segment]) -> None:
         index.flush(LOCK_TIMEOUT_S / 2)  # likewise, of what these segments held
         place.save_segments(segments, rebalancer.weights)
 
-    saver = BackgroundSaver(save, counters)
+    saver = BackgroundSaver(save, look, counters)
     stack.callback(saver.close, LOCK_TIMEOUT_S / 2)
     replicas = place.config.replicas
     rebalancer = Rebalancer(index, placement, manifest.weights(), saver, counters, replicas)

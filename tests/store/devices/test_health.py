@@ -190,6 +190,24 @@ def test_writes_without_room_pause_and_go_on(
     assert rig.counters.total("device_lost", device="/ssd1") == 0
 
 
+def test_writes_that_fail_before_a_pause_are_said_once(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of them count. After a success the next failure is news."""
+    for series in (1, 2):
+        for _ in range(6):
+            rig.write((1, EIO), (1, EIO))
+            rig.write((1, EIO), again=True)
+            rig.now += CONDEMN_S / 5
+        assert rig.states()[1] is not WriteState.OPEN
+        assert len(lines(caplog, "write(s) failed")) == series
+        assert len(lines(caplog, "are paused")) == series
+        assert rig.counters.total("io_errors", device="/ssd1", kind="eio") == 18 * series
+        rig.now += LAST_RETRY_S
+        rig.write((1, WANTED))
+        assert rig.states()[1] is WriteState.OPEN
+
+
 def test_a_write_from_before_a_pause_does_not_end_it(rig: Rig) -> None:
     rig.write((1, ENOSPC))
     rig.write((1, WANTED))

@@ -478,7 +478,7 @@ def test_saving_goes_on_until_it_works(monkeypatch: pytest.MonkeyPatch, error: E
         if len(tried) == 1:
             raise error
 
-    saver = BackgroundSaver(save, counters)
+    saver = BackgroundSaver(save, lambda: False, counters)
     assert saver.saved()
     first, second = [Segment(0, 0, 0, (), ())], [Segment(1, 0, 0, (), ())]
     saver.put(first)
@@ -497,7 +497,7 @@ def test_a_save_that_never_works_ends_with_the_store() -> None:
         raise StoreError("of a test")
 
     counters = Counters()
-    saver = BackgroundSaver(save, counters)
+    saver = BackgroundSaver(save, lambda: False, counters)
     saver.put([])
     until(lambda: counters.total("manifest_errors") > 0, "an attempt")
     until(lambda: saver.error() == "of a test", "what it failed with")

@@ -205,6 +205,9 @@ class NodeLink:
             session.end()
         if self._thread.is_alive():
             self._thread.join(CONNECT_S + 1.0)
-        if session is not None and not self._with_bytes:
-            session.close()
+        for one in (session, self._session):  # the thread may have opened another one meanwhile
+            if one is not None:
+                one.end()
+                if not self._with_bytes:
+                    one.close()
         self._connected(False)

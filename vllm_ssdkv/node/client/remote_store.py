@@ -798,6 +798,8 @@ class RemoteStore:
         self.link.close()
         if memory is not None:
             self._release(memory)
+        if self._next is not None and self._next is not memory:
+            self._release(self._next)  # it began meanwhile, and nobody has used it
 
 
 def _failure(job: LoadJob) -> LoadOutcome:

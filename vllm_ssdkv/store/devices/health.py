@@ -277,19 +277,26 @@ class DeviceHealth:
         late = len(bad) - len(failed)
         if late:
             self._hangs(device, batch, late, name)
-        told = op is Op.READ or self.writing(device) is WriteState.OPEN
+        tells = op is Op.READ or self._begins_to_fail(device)
         why = ""
         for code in np.unique(failed).tolist():
             count = int((failed == code).sum())
             kind = _KINDS.get(code, "other") if code else "short"
             why = os.strerror(-code) if code else "fewer bytes than asked for"
             self._counters.add("io_errors", count, device=path, kind=kind)
-            if told:
+            if tells:
                 logger.error("ssdkv: device %s: %d %s(s) failed: %s", path, count, name, why)
         if no_room:
             self._pause_writes(device, os.strerror(-int(failed[np.isin(failed, NO_ROOM)][0])))
         elif why and not good.any():
             self._failed(op, device, why, again=again)
+
+    def _begins_to_fail(self, device: int) -> bool:
+        """Check whether no write to a device has failed since one succeeded: the pause that may
+        follow is told as well."""
+        with self._lock:
+            mine = self._devices[device]
+            return not (mine.paused or mine.writes.count)
 
     def _hangs(self, device: int, batch: Batch, late: int, name: str) -> None:
         """Requests of a batch have missed their deadline."""

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -198,14 +198,26 @@ def wipe_copies(fd: int, store: str) -> None:
             write_all(fd, bytes(AREA_BYTES), area)
 
 
+def _is_whole(place: Path, manifest: Manifest) -> bool:
+    """Check whether the copy on a device is of this manifest, or a newer one; or StoreError."""
+    try:
+        found = read_copy(place)
+    except DamagedError:
+        return False
+    if found is None or found.store != manifest.store:
+        return False
+    return found.revision >= manifest.revision
+
+
 class CopySpreader:
-    """Writes the manifest to all devices of a store. One call at a time.
+    """Writes the manifest to all devices of a store. Any thread; one call waits for the other.
 
     A device that hangs holds up nobody for longer than the deadline, and once.
     """
 
     def __init__(self, counters: Counters, deadline_s: float = DEADLINE_S):
-        """``counters``: for ``manifest_copy_errors``."""
+        """``counters``: for ``manifest_copy_errors`` and ``state_files_restored``."""
+        self._lock = threading.Lock()
         self._counters = counters
         self._deadline_s = deadline_s
         self._out: set[str] = set()
@@ -216,13 +228,29 @@ class CopySpreader:
 
         What cannot be written is logged once per device, and counted: the store works without.
         """
+        with self._lock:
+            self._on_devices(manifest, self._write, self._out)
+
+    def mend(self, manifest: Manifest) -> None:
+        """Write it to devices whose copy is missing, damaged, older or another store's. Blocks.
+
+        Each is logged and counted. Devices that could not be written before are left alone.
+        """
+        with self._lock:
+            self._on_devices(manifest, self._mend, self._out | self._told)
+
+    def _on_devices(
+        self,
+        manifest: Manifest,
+        target: Callable[[str, Manifest], None],
+        without: set[str],
+    ) -> None:
         state = manifest.state
-        places = [device.path for device in manifest.present()]
         jobs: dict[str, threading.Thread] = {}
-        for path in places:
-            if path not in self._out and str(Path(path).resolve()) != state:
+        for path in [device.path for device in manifest.present()]:
+            if path not in without and str(Path(path).resolve()) != state:
                 jobs[path] = threading.Thread(
-                    target=self._write, args=(path, manifest), name="ssdkv-copy", daemon=True
+                    target=target, args=(path, manifest), name="ssdkv-copy", daemon=True
                 )
                 jobs[path].start()
         end = time.monotonic() + self._deadline_s
@@ -237,6 +265,20 @@ class CopySpreader:
         try:
             if holds_data(place, manifest):
                 write_copy(place, manifest)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the store goes on without
+            self.failed(path, str(error))
+
+    def _mend(self, path: str, manifest: Manifest) -> None:
+        place = Path(path)
+        try:
+            if not _is_whole(place, manifest) and holds_data(place, manifest):
+                write_copy(place, manifest)
+                logger.error(
+                    "ssdkv: %s was missing, replaced or damaged under a running engine: it is "
+                    "written again",
+                    place / COPY,
+                )
+                self._counters.add("state_files_restored", file=COPY)
         except Exception as error:  # noqa: BLE001 - whatever it is, the store goes on without
             self.failed(path, str(error))
 

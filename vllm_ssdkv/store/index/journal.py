@@ -21,6 +21,12 @@ scheduler up for one step, some tenths of a millisecond, at a time.
 the *degraded* state: records are counted as lost, the file keeps its valid prefix, and a rewrite
 from the owner's memory is tried every ``retry_interval_s``. Its success makes the journal complete
 again. No method called by the scheduler loop raises on I/O.
+
+**A file that somebody deletes, replaces or cuts** under us is noticed before the next append, and
+by the background thread, which looks every ``sync_interval_s``. What the path names is set aside as
+``<name>.rejected``: a kill then leaves no journal rather than a wrong one, and a start makes a lost
+one anew from the slots. The journal is degraded until it is written again from the owner's memory,
+at once. Nothing is written where the directory is gone, empty, or another one.
 """
 
 from __future__ import annotations
@@ -95,7 +101,7 @@ class Journal:
         recovered: What the file said when it was opened; emptied by :meth:`attach`.
         counters: ``appended_records``, ``writes``, ``lost_records``, ``corrupt_records``,
             ``append_errors``, ``syncs``, ``sync_errors``, ``rewrites``, ``rewrite_errors``,
-            ``resets``.
+            ``resets``, ``restores``, ``look_errors``.
     """
 
     def __init__(
@@ -155,6 +161,8 @@ class Journal:
                 "rewrites",
                 "rewrite_errors",
                 "resets",
+                "restores",
+                "look_errors",
             ),
             0,
         )
@@ -173,6 +181,8 @@ class Journal:
         self._steps = 0
         """Of all rewrites so far: grows while the device answers."""
         self._degraded = False
+        self._lost = False
+        """Somebody has deleted, replaced or cut the file, and it is not written again yet."""
         self._rewrite_due = False
         self._next_attempt = 0.0
         self._dirty = False
@@ -233,6 +243,19 @@ class Journal:
         with self._lock:
             return self._degraded
 
+    @property
+    def ending(self) -> bool:
+        """Check whether :meth:`close` was called. Any thread."""
+        return self._stopping.is_set()
+
+    def directory_is_there(self) -> bool:
+        """Check whether the path of the file's directory still names it. Any thread; blocks on I/O.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        return self._file.home.is_there()
+
     def attach(self, owner: LiveRecords, *, stale: bool) -> None:
         """Name the owner of the live records, whom rewrites ask for them.
 
@@ -268,6 +291,8 @@ class Journal:
         if self._stopping.is_set():
             raise ValueError(f"journal {self.path} is closed")
         written = True
+        with self._lock:
+            self._notice_loss()
         for begin in range(0, slots.size, WRITE_RECORDS):
             part = slice(begin, begin + WRITE_RECORDS)
             some = None if keys is None else keys[part]
@@ -308,6 +333,19 @@ class Journal:
             self._degrade(f"its bound of {self.max_bytes} bytes is reached")
         self.counters["lost_records"] += count
         return False
+
+    def _notice_loss(self) -> None:
+        """Set a file aside that is not what was written, and have it written again. Lock held."""
+        why = "" if self._lost else self._file.why_lost(self._header)
+        if not why:
+            return
+        self._lost = self._degraded = self._rewrite_due = True
+        self._next_attempt = 0.0
+        logger.error("journal %s %s by somebody else: it is written again", self.path, why)
+        try:
+            self._file.set_path_aside(self.path.name + ".rejected")
+        except OSError as exc:
+            logger.warning("journal %s: the wrong file stays until then: %s", self.path, exc)
 
     def _degrade(self, reason: str) -> None:
         self._degraded = True
@@ -392,6 +430,7 @@ class Journal:
         while not self._stopping.is_set():
             woken = self._wake.wait(interval_s)
             self._wake.clear()
+            self._look_after()
             self._rewrite()
             with self._answer:
                 asked = self._asked
@@ -402,6 +441,20 @@ class Journal:
                 self._answer.notify_all()
         self._rewrite()
         self._sync_now()
+
+    def _look_after(self) -> None:
+        """Notice that the file is lost, and ask for it: an idle scheduler does neither."""
+        try:
+            # First without the lock: appends must not wait for a device that hangs.
+            if self._lost or self._file.why_lost(self._header):
+                with self._lock:
+                    self._notice_loss()
+                    idle = self._tail is None and time.monotonic() >= self._next_attempt
+                    self._rewrite_asked |= self._lost and idle
+        except Exception:  # whatever it is, syncs and rewrites go on
+            if not self.counters["look_errors"]:
+                logger.exception("journal %s cannot be looked after", self.path)
+            self.counters["look_errors"] += 1
 
     def _sync_now(self) -> None:
         with self._lock:
@@ -489,7 +542,8 @@ class Journal:
             self._sync_failing = False
             if self._degraded:
                 logger.warning("journal %s is complete again", self.path)
-            self._degraded = False
+            self.counters["restores"] += self._lost
+            self._degraded = self._lost = False
             self.counters["rewrites"] += 1
             return old
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from vllm_ssdkv.base.durable_file import create_temporary, sync_directory, write_all
 from vllm_ssdkv.base.file_access import create_file
 from vllm_ssdkv.base.file_lock import lock_file
+from vllm_ssdkv.base.held_directory import HeldDirectory
 
 _READ_BYTES = 1 << 22
 
@@ -25,6 +27,7 @@ class JournalFile:
     Attributes:
         path: Its path.
         end: Offset at which the next append goes; bytes behind it are left-overs.
+        home: Its directory.
     """
 
     def __init__(self, path: Path, lock_timeout_s: float) -> None:
@@ -33,22 +36,31 @@ class JournalFile:
         Raises:
             StoreLockedError: another process held it for all of ``lock_timeout_s``.
             DeviceError: the file system has no locks.
-            OSError: it cannot be opened.
+            OSError: it, or its directory, cannot be opened.
         """
         self.path = path
         self.end = 0
         self._name_synced = True
-        deadline = time.monotonic() + lock_timeout_s
+        self.home = HeldDirectory(path.parent)
+        try:
+            self._fd = self._open_locked(time.monotonic() + lock_timeout_s)
+            self._reach = self.size()
+            """Offset behind the last byte that may be ours: left-overs included."""
+        except BaseException:
+            self.home.close()
+            raise
+
+    def _open_locked(self, deadline: float) -> int:
         while True:
-            self._fd = self._open_or_create()
+            fd = self._open_or_create()
             try:
-                lock_file(self._fd, path, "journal", deadline)
-                if self._has_the_name():
-                    return
+                lock_file(fd, self.path, "journal", deadline)
+                if self._has_the_name(fd):
+                    return fd
             except BaseException:
-                os.close(self._fd)
+                os.close(fd)
                 raise
-            os.close(self._fd)  # replaced between open and lock: lock its successor
+            os.close(fd)  # replaced between open and lock: lock its successor
 
     def _open_or_create(self) -> int:
         while True:
@@ -57,11 +69,33 @@ class JournalFile:
             with contextlib.suppress(FileExistsError):  # another process was faster
                 return create_file(self.path, os.O_RDWR)
 
-    def _has_the_name(self) -> bool:
+    def _has_the_name(self, fd: int) -> bool:
         try:
-            return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+            return os.path.samestat(os.fstat(fd), os.lstat(self.path))
         except FileNotFoundError:
             return False
+
+    def why_lost(self, header: bytes) -> str:
+        """Deed of somebody else by which the file is lost; empty: none that shows, or its directory
+        is gone as well, or nobody can tell. Does not wait for the device.
+
+        Other threads may append meanwhile, and not replace the file.
+
+        Args:
+            header: The first bytes that it has.
+        """
+        with contextlib.suppress(OSError):
+            end = self.end
+            size = self.size()
+            named = self._has_the_name(self._fd)
+            if named and end <= size <= self._reach and self.header(len(header)) == header:
+                return ""
+            if not self.home.is_there():
+                return ""
+            if named:
+                return "was cut or overwritten"
+            return "was replaced" if os.path.lexists(self.path) else "was deleted"
+        return ""
 
     def size(self) -> int:
         """Bytes of the file, left-overs included. Raises OSError."""
@@ -79,6 +113,7 @@ class JournalFile:
 
     def start(self, header: bytes) -> None:
         """Write the header of an empty file and make the file durable. Raises OSError."""
+        self._reach = max(self._reach, len(header))
         write_all(self._fd, header, 0)
         os.fsync(self._fd)
         sync_directory(self.path.parent)
@@ -90,10 +125,18 @@ class JournalFile:
         fresh = create_file(self.path, os.O_RDWR)
         os.close(self._fd)
         self._fd = fresh
+        self._reach = 0
         lock_file(fresh, self.path, "journal", time.monotonic())
+
+    def set_path_aside(self, name: str) -> None:
+        """Rename whatever the path names to ``name``, replacing that: a start takes no journal for
+        lost, and one that is wrong for right. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.path, self.path.with_name(name))
 
     def append(self, data: bytes) -> None:
         """Write at :attr:`end`. On OSError the end stays, so that a later append overwrites."""
+        self._reach = max(self._reach, self.end + len(data))
         write_all(self._fd, data, self.end)
         self.end += len(data)
 
@@ -106,6 +149,7 @@ class JournalFile:
 
     def close(self) -> None:
         """Close, which drops the lock; idempotent. Raises OSError."""
+        self.home.close()
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -118,7 +162,13 @@ class Replacement:
     """
 
     def __init__(self, target: JournalFile, header: bytes) -> None:
-        """Create the temporary file, locked, with a header. Raises OSError."""
+        """Create the temporary file, locked, with a header.
+
+        Raises:
+            OSError: it cannot be made, or the old file's directory is gone or another one.
+        """
+        if not target.home.is_there():
+            raise OSError(errno.ESTALE, "its directory was removed, emptied or replaced")
         self._target = target
         self._fd, self._path = create_temporary(target.path)
         self._end = 0
@@ -151,7 +201,7 @@ class Replacement:
         os.rename(self._path, self._target.path)
         old, self._target._fd = self._target._fd, self._fd
         self._fd = -1
-        self._target.end = self._end
+        self._target.end = self._target._reach = self._end
         self._target._name_synced = False
         return old
 

@@ -62,6 +62,9 @@ one has been out of use for so long: most are back by then."""
 
 _RETRY_S = 5.0
 
+LOOK_S = 3.0
+"""Interval in which somebody looks whether the manifest and its copies are still there."""
+
 
 class SegmentSaver(Protocol):
     """Writes segments into the manifest."""
@@ -83,29 +86,36 @@ class SegmentSaver(Protocol):
 
 
 class BackgroundSaver:
-    """Saves in a thread: the scheduler must not wait for a disk. One thread calls the methods."""
+    """Saves in a thread, and looks after the manifest in between: the scheduler must not wait for a
+    disk. One thread calls the methods."""
 
-    def __init__(self, save: Callable[[Sequence[Segment]], None], counters: Counters):
-        """``save`` blocks, and raises when it fails; it is tried again then."""
+    def __init__(
+        self,
+        save: Callable[[Sequence[Segment]], None],
+        look: Callable[[], bool],
+        counters: Counters,
+    ):
+        """``save`` blocks, and raises when it fails; it is tried again then. So does and is
+        ``look``, which is called every few seconds in which nothing is to be saved, until it
+        returns False."""
         self._save = save
+        self._look = look
+        self._looks = True
+        self._look_failing = False
         self._counters = counters
         self._wake = threading.Condition()
         self._wanted: Sequence[Segment] | None = None
         self._busy = False
         self._stopping = False
         self._error = ""
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="ssdkv-manifest", daemon=True)
+        self._thread.start()
 
     def put(self, segments: Sequence[Segment]) -> None:
         """See the protocol."""
         with self._wake:
             self._wanted = segments
             self._wake.notify_all()
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="ssdkv-manifest", daemon=True
-                )
-                self._thread.start()
 
     def saved(self) -> bool:
         """See the protocol."""
@@ -128,17 +138,23 @@ class BackgroundSaver:
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        self._thread.join(timeout_s)
         return done
 
     def _run(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._wanted is not None or self._stopping)
-                if self._stopping or self._wanted is None:
+                self._wake.wait_for(
+                    lambda: self._wanted is not None or self._stopping,
+                    LOOK_S if self._looks else None,
+                )
+                if self._stopping:
                     return
-                segments, self._wanted, self._busy = self._wanted, None, True
+                segments, self._wanted = self._wanted, None
+                self._busy = segments is not None
+            if segments is None:
+                self._look_after()
+                continue
             error = self._save_or_error(segments)
             with self._wake:
                 self._busy, self._error = False, error
@@ -147,6 +163,17 @@ class BackgroundSaver:
                 self._wake.notify_all()
                 if error:
                     self._wake.wait_for(lambda: self._stopping, _RETRY_S)
+
+    def _look_after(self) -> None:
+        try:
+            self._looks = self._look()
+        except Exception:  # whatever it is, segments are still to be saved
+            self._counters.add("manifest_errors", 1)
+            if not self._look_failing:
+                logger.exception("ssdkv: store.json cannot be looked after; it is tried again")
+            self._look_failing = True
+        else:
+            self._look_failing = False
 
     def _save_or_error(self, segments: Sequence[Segment]) -> str:
         try:
