@@ -413,15 +413,8 @@ class PagedDecoder:
         table = np.zeros((len(self._now), widest), dtype=np.int64)
         for row, (request, _) in enumerate(self._now):
             table[row, : len(request.hbm)] = request.hbm
-        first = (ends - counts) // block
-        return rows_of_step(
-            self.worker.step,
-            np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-            ends,
-            table,
-            table[np.arange(len(first)), first],
-            block,
-        )
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        return rows_of_step(self.worker.step, starts, ends, table, block)
 
     # ---- measuring ----
 

@@ -45,3 +45,17 @@ def test_two_threads_have_rows_of_their_own() -> None:
     assert batch.over(Piece(base, index, *edges), 16)[0] is mine[0]
     assert batch.over(Piece(base[:1], index[:1], *others), 16, device=True)[0] is theirs[0]
     assert np.asarray(theirs[0].block_end).tolist() == [1]
+
+
+def test_tokens_are_where_their_blocks_are() -> None:
+    """Rows with one query and several, whose windows begin at different blocks."""
+    batch = RowBatch.build(
+        np.array([0, 1, 21]),
+        np.array([70, 41]),
+        np.array([[0, 0, 0, 9, 5], [0, 7, 3, 0, 0]]),
+        np.array([3, 1]),
+        np.arange(2),
+        16,
+    )
+    long = [7 * 16 + 16 - 11 + i for i in range(11)] + [3 * 16 + i for i in range(9)]
+    assert batch.hbm_slots(16).tolist() == [5 * 16 + 69 - 64, *long]

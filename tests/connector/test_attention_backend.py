@@ -8,10 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_ssdkv.base.errors import StepError
 from vllm_ssdkv.connector import active_worker
-from vllm_ssdkv.connector.attention_backend import PagedAttentionImpl, PagedMetadata
+from vllm_ssdkv.connector.attention_backend import (
+    PagedAttentionImpl,
+    PagedMetadata,
+    PagedMetadataBuilder,
+)
+from vllm_ssdkv.connector.messages import Row
+from vllm_ssdkv.connector.worker.host_copy import HostCopy
+from vllm_ssdkv.connector.worker.paged_step import PagedStep
 
 TOKENS = 3
 
@@ -29,7 +37,7 @@ def metadata(*places: int) -> PagedMetadata:
     return PagedMetadata(
         torch.tensor([0, len(places)]),
         torch.tensor([len(places)]),
-        torch.zeros((1, 1), dtype=torch.int32),
+        HostCopy(torch.zeros((1, 1), dtype=torch.int32)),
         torch.tensor(places),
         len(places),
     )
@@ -41,6 +49,47 @@ def attend(given: PagedMetadata | None) -> torch.Tensor:
     layer: Any = SimpleNamespace(layer_name="layers.0")
     output = torch.full((TOKENS, 4, 32), torch.nan)
     return impl.forward(layer, query, new, new, torch.zeros(0), given, output)
+
+
+def test_rows_of_a_step_wait_for_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows, in another order than in the plan, the first in mid-prompt."""
+    spec: Any = SimpleNamespace(block_size=16)
+    anything: Any = SimpleNamespace()
+    builder = PagedMetadataBuilder(spec, [], anything, torch.device("cpu"))
+    begin, lengths = torch.tensor([0, 20, 21]), torch.tensor([52, 70])
+    table = torch.tensor([[0, 0, 3, 4, 0, 0], [0, 0, 0, 8, 9, 0]], dtype=torch.int32)
+
+    def wait(_: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("waited for the device")
+
+    monkeypatch.setattr(torch.Tensor, "cpu", wait)
+    made = builder.build(
+        0,
+        CommonAttentionMetadata(
+            query_start_loc=begin,
+            query_start_loc_cpu=begin,
+            seq_lens=lengths,
+            seq_lens_cpu_upper_bound=lengths,
+            num_reqs=2,
+            num_actual_tokens=21,
+            max_query_len=20,
+            max_seq_len=70,
+            block_table_tensor=table,
+            slot_mapping=torch.zeros(21, dtype=torch.int64),
+        ),
+    )
+    step = PagedStep.__new__(PagedStep)
+    step._rows = (Row("a", 9, 8, 69, 3), Row("b", 3, 0, 32, 2, 20))
+    step._by_block = {9: 0, 3: 1}
+    rows = PagedAttentionImpl._rows(step, made, 16)
+    assert rows.stream_row.tolist() == [1, 0]
+    assert rows.window_ids.tolist() == [3, 4, 8, 9]
+    assert rows.first_position.tolist() == [32, 69]
+    for planned in (Row("a", 9, 8, 68, 3), Row("c", 10, 8, 69, 3)):
+        step._rows = (planned, step._rows[1])
+        step._by_block = {planned.write_block: 0, 3: 1}
+        with pytest.raises(StepError, match=r"\[32, 69\].*\[3, 9\].*planned for \[32, "):
+            PagedAttentionImpl._rows(step, made, 16)
 
 
 def serve(*, began: bool) -> None:

@@ -330,12 +330,33 @@ def test_a_step_brings_what_the_plan_needs() -> None:
         ),
         (
             CommonAttentionMetadata,
-            {"query_start_loc_cpu", "seq_lens", "block_table_tensor", "slot_mapping"}
-            | {"num_actual_tokens"},
+            {"query_start_loc_cpu", "seq_lens_cpu_upper_bound", "block_table_tensor"}
+            | {"slot_mapping", "num_actual_tokens", "max_seq_len"},
         ),
     ):
         fields = set(getattr(cls, "__dataclass_fields__", None) or cls.__struct_fields__)
         assert names <= fields, cls
+
+
+def test_the_host_knows_lengths_where_no_draft_is_scheduled_ahead() -> None:
+    """Page mode takes them from there. The bound is what the scheduler says, and the device
+    corrects it for drafts of a step that has not ended; tests/e2e/test_preemption.py compares."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    inputs = inspect.getsource(GPUModelRunner._prepare_inputs)
+    bound = inputs.index("out=self.optimistic_seq_lens_cpu[:num_reqs]")
+    assert "num_computed_tokens_cpu_tensor[:num_reqs]," in inputs[:bound][-200:]
+    corrected = inputs.index("update_num_computed_tokens_for_batch_change(")
+    assert "self.use_async_spec_decode\n" in inputs[bound:corrected]
+    built = inspect.getsource(GPUModelRunner._build_attention_metadata)
+    assert "self.optimistic_seq_lens_cpu[:num_reqs_padded]" in built
+    assert "seq_lens_cpu_upper_bound=seq_lens_cpu_upper_bound" in built
+    told = inspect.getsource(RunnerV2.update_requests)
+    assert "num_computed_tokens_np[req_index] = num_computed_tokens" in told
+    second = inspect.getsource(RunnerV2.prepare_inputs)
+    assert "self.req_states.num_computed_tokens_np[idx_mapping_np]" in second
+    assert "out=seq_lens_cpu_upper_bound_np[:num_reqs]" in second
 
 
 def test_the_metadata_is_bound_before_the_forward_pass() -> None:

@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from tests.conftest import disk_directory
 from tests.e2e.bench import PROMPTS, Bench
@@ -19,6 +21,7 @@ from tests.e2e.stock import Stock
 from tests.lanes import ENGINE
 from tests.node.process import NodeProcess
 from tests.store.unhurried import open_unhurried_engines
+from vllm_ssdkv.connector.attention_backend import PagedMetadata, PagedMetadataBuilder
 from vllm_ssdkv.connector.scheduler import context_recovery, page_admission, scheduler
 from vllm_ssdkv.connector.worker import layer_copy
 from vllm_ssdkv.store.devices import health
@@ -43,6 +46,36 @@ def _impatient() -> Iterator[None]:
         patch.setattr(scheduler, "RETURN_S", 0.5)
         patch.setattr(context_recovery, "LOST_S", 1.0)
         yield
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each batch of page mode in engines of this process: whether vLLM's host knew the lengths,
+    and by them the place of each row's first token, that the device computes with."""
+    found: list[bool] = []
+    build = PagedMetadataBuilder.build
+
+    def look(
+        self: PagedMetadataBuilder,
+        prefix: int,
+        common: CommonAttentionMetadata,
+        fast: bool = False,
+    ) -> PagedMetadata:
+        made = build(self, prefix, common, fast)
+        begin = common.query_start_loc_cpu[:-1].numpy()
+        places = common.slot_mapping.numpy()[begin]
+        if (places >= 0).all():  # not a run without requests
+            block = self.kv_cache_spec.block_size
+            lengths = made.seq_lens.numpy()
+            first = lengths - np.diff(common.query_start_loc_cpu.numpy())
+            table = made.block_table.numpy()
+            mine = table[np.arange(len(first)), first // block] * block + first % block
+            same = np.array_equal(lengths, common.seq_lens.numpy())
+            found.append(same and np.array_equal(mine, places))
+        return made
+
+    monkeypatch.setattr(PagedMetadataBuilder, "build", look)
+    return found
 
 
 @pytest.fixture(scope="session")

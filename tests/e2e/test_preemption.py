@@ -25,6 +25,7 @@ def test_when_the_kv_cache_runs_full(
     stock: Stock,
     devices: Callable[..., list[dict[str, str]]],
     by_layers: None,
+    batches: list[bool],
 ) -> None:
     """Eight short prompts are admitted together and grow until their KV does not fit."""
     wanted = stock.answers("llama", GROWING, GROWTH)
@@ -41,6 +42,8 @@ def test_when_the_kv_cache_runs_full(
         engine.settle()
         assert [a.tokens for a in got] == [a.tokens for a in wanted]
         assert engine.metric("vllm:num_preemptions") > 0
+        assert len(batches) > GROWTH or mode == "reuse"
+        assert all(batches)
         assert engine.ssdkv("layers_copied", when="beside") > 0
         assert engine.ssdkv("slots_pinned") == 0
         assert engine.ssdkv("dram_frames_dirty") == 0
@@ -52,6 +55,7 @@ def test_all_at_once_in_mid_flight(
     models: dict[str, Path],
     stock: Stock,
     devices: Callable[..., list[dict[str, str]]],
+    batches: list[bool],
 ) -> None:
     """As an operator does who resets the prefix cache of a running engine."""
     wanted = dict(zip("abcd", (a.tokens for a in stock.answers("llama", LARGE)), strict=True))
@@ -71,6 +75,8 @@ def test_all_at_once_in_mid_flight(
                 pass
         assert engine.llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
         assert engine.run() == wanted
+        assert batches
+        assert all(batches)
         engine.settle()
         assert engine.metric("vllm:num_preemptions") > 0
         # They went on from what the store had, instead of from nothing.

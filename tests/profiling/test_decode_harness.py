@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -9,12 +10,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache
 
+import vllm_ssdkv
 from tests.oracles.sparse_attention import (
     attend_chosen,
     bound_logits,
@@ -23,11 +26,19 @@ from tests.oracles.sparse_attention import (
     page_weights,
     sparq_attention,
 )
+from vllm_ssdkv.base.metrics import counter_key
 from vllm_ssdkv.config.engine import SelectorName, SSDKVConfig
 from vllm_ssdkv.connector.kv_layout import paged_geometry
 from vllm_ssdkv.profiling.decode_harness import stage
 from vllm_ssdkv.profiling.decode_harness.attention import attention_by
-from vllm_ssdkv.profiling.decode_harness.cells import SPARE_FRAMES, Scale, groups, options
+from vllm_ssdkv.profiling.decode_harness.cells import (
+    BY_BOUNDS,
+    SPARE_FRAMES,
+    Group,
+    Scale,
+    groups,
+    options,
+)
 from vllm_ssdkv.profiling.decode_harness.decoder import PagedDecoder, Room
 from vllm_ssdkv.profiling.decode_harness.models import head_size, kv_heads, make_model, small_config
 from vllm_ssdkv.profiling.decode_harness.tokens import (
@@ -55,6 +66,8 @@ from vllm_ssdkv.store.open import sparse_memory
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
+PACKAGE = Path(vllm_ssdkv.__file__).parent
+HARNESS = Path(stage.__file__).parent
 BLOCK = 16
 WITHOUT_VLLM = """
 import sys
@@ -449,3 +462,38 @@ def test_without_a_gpu_only_a_rehearsal_runs(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="no CUDA GPU"):
         stage.run(StageRun("decode", ResultLog(tmp_path), rehearsal=False, seconds=10))
+
+
+def test_a_layer_of_a_sparse_step_calls_few_functions(tmp_path: Path) -> None:
+    """Pages in frames are attended to in one turn, however few single pages DRAM has room for."""
+    layers, names, tokens = 32, [f"request {number}" for number in range(8)], 2048
+    scale = dataclasses.replace(Scale.rehearsal(), config=small_config("llama", layers=layers))
+    cases, cache = BY_BOUNDS[1:2], ("page_cache", "1MiB")
+    group = Group("dram", "bounds", tokens, len(names), layers, cases, sparse=(cache,))
+    model = make_model(scale.config, CPU, scale.dtype)
+    config, room = options(scale, group, layers), scale.room(tokens, len(names))
+    with PagedDecoder(model, config, room, tmp_path / "store", durable=False) as decoder:
+        for name in names:
+            decoder.start(name, tokens)
+            decoder.fill(name, tokens, stage.random_kv(decoder, time.monotonic() + 600))
+            decoder.ask(name, cases[0].asked)
+        ids = torch.zeros(len(names), dtype=torch.int64)
+        decoder.step(names, ids)
+        calls = 0
+
+        def note(frame: FrameType, event: str, _argument: object) -> None:
+            nonlocal calls
+            file = Path(frame.f_code.co_filename)
+            calls += event == "call" and PACKAGE in file.parents and HARNESS not in file.parents
+
+        before = decoder.worker.counters.totals()
+        sys.setprofile(note)
+        try:
+            decoder.step(names, ids)
+        finally:
+            sys.setprofile(None)
+        after = decoder.worker.counters.totals()
+        one_turn = decoder.opened.plan.page_places // 2
+    chosen = counter_key("sparse_pages_selected")
+    assert after[chosen] - before[chosen] > layers * one_turn
+    assert 50 * layers < calls <= 150 * layers

@@ -18,7 +18,13 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.base.errors import WrongPagesError
 from vllm_ssdkv.kernels.dense import AttentionKernels, BlockAttention, wait_for
-from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, PartialState, Rows
+from vllm_ssdkv.kernels.operands.block_layout import (
+    BlockLayout,
+    BlockSource,
+    PartialState,
+    Rows,
+    on_host,
+)
 from vllm_ssdkv.kernels.step_clock import ATTEND, MERGE, WAIT, StepClock
 from vllm_ssdkv.offload.protocol import HostKernels
 from vllm_ssdkv.store.read.context_stream import ContextStream, Part, Piece
@@ -77,6 +83,16 @@ class RowBatch:
         position = piece.index * block_tokens
         self._latest[device] = (piece, rows, position)
         return rows, position
+
+    def hbm_slots(self, block_tokens: int) -> NDArray[np.int64]:
+        """Place of each query token in HBM, [T]: its block's id times the tokens of a block, and
+        its place in that."""
+        row = np.repeat(np.arange(len(self.query_count)), self.query_count)
+        position = self.first_position[row] + np.arange(self.tokens) - self.query_begin[row]
+        first_block = on_host(self.window.block_begin, np.int64)[row]
+        block = first_block + (position - self.window_position[first_block]) // block_tokens
+        slots: NDArray[np.int64] = self.window_ids[block] * block_tokens + position % block_tokens
+        return slots
 
     @classmethod
     def build(

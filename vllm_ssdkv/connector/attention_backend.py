@@ -38,6 +38,7 @@ from vllm_ssdkv.connector.compatibility import keeps_dtype, refusal_of_layer
 from vllm_ssdkv.connector.kv_cache_spec import TieredAttentionSpec
 from vllm_ssdkv.connector.names import CONNECTOR
 from vllm_ssdkv.connector.obstacle import Obstacle
+from vllm_ssdkv.connector.worker.host_copy import HostCopy
 from vllm_ssdkv.connector.worker.paged_attention import attend_layer, rows_of_step, store_new
 from vllm_ssdkv.kernels.operands.block_layout import (
     HEAD_SIZE_STEP,
@@ -71,11 +72,14 @@ def page_config(vllm_config: VllmConfig | None = None) -> SSDKVConfig | None:
 
 @dataclass
 class PagedMetadata(AttentionMetadata):
-    """One step's batch as vLLM describes it; ``rows`` is made by the first layer that needs it."""
+    """One step's batch as vLLM describes it; ``rows`` is made by the first layer that needs it.
+
+    Lengths are the host's, which are right in page mode: with drafts no step is scheduled ahead.
+    """
 
     query_start: torch.Tensor
     seq_lens: torch.Tensor
-    block_table: torch.Tensor
+    block_table: HostCopy
     slot_mapping: torch.Tensor
     num_actual_tokens: int
     rows: RowBatch | None = None
@@ -94,12 +98,22 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> PagedMetadata:
-        """Metadata of one step."""
+        """Metadata of one step. Does not wait for the device.
+
+        Raises:
+            StepError: vLLM has not told the host how long the requests are.
+        """
         common = common_attn_metadata
+        if common.seq_lens_cpu_upper_bound is None:
+            raise StepError(
+                "vLLM does not tell the host how long requests are: it runs another version than "
+                "is supported; please report it"
+            )
+        blocks = -(-common.max_seq_len // self.kv_cache_spec.block_size)
         return PagedMetadata(
             common.query_start_loc_cpu,
-            common.seq_lens,
-            common.block_table_tensor,
+            common.seq_lens_cpu_upper_bound,
+            HostCopy(common.block_table_tensor[:, :blocks]),
             common.slot_mapping,
             common.num_actual_tokens,
         )
@@ -226,7 +240,7 @@ class PagedAttentionImpl(AttentionImpl):
         tokens = attn_metadata.num_actual_tokens
         if attn_metadata.rows is None:
             attn_metadata.rows = self._rows(worker.step, attn_metadata, worker.layout.block_tokens)
-            worker.begin_recording(attn_metadata.rows, attn_metadata.slot_mapping)
+            worker.begin_recording(attn_metadata.rows, query.device)
         worker.record_inputs(layer.layer_name, query.device)
         queries = self._heads(query, tokens)
         values = value[:tokens].view(tokens, self.num_kv_heads, self.head_size)
@@ -253,16 +267,8 @@ class PagedAttentionImpl(AttentionImpl):
     @staticmethod
     def _rows(step: PagedStep, metadata: PagedMetadata, block_tokens: int) -> RowBatch:
         query_start = metadata.query_start.numpy().astype(np.int64)
-        # Batch rows carry no request ids: the block that a row's first token is written to does.
-        blocks = metadata.slot_mapping.cpu().numpy()[query_start[:-1]] // block_tokens
-        return rows_of_step(
-            step,
-            query_start,
-            metadata.seq_lens.cpu().numpy().astype(np.int64)[: len(blocks)],
-            metadata.block_table.cpu().numpy().astype(np.int64),
-            blocks,
-            block_tokens,
-        )
+        lengths = metadata.seq_lens.numpy().astype(np.int64)[: len(query_start) - 1]
+        return rows_of_step(step, query_start, lengths, metadata.block_table.numpy(), block_tokens)
 
 
 def _tiered(spec: AttentionSpec, config: SSDKVConfig) -> AttentionSpec:

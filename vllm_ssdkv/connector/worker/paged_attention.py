@@ -24,19 +24,23 @@ def rows_of_step(
     query_start: NDArray[np.int64],
     seq_lens: NDArray[np.int64],
     block_table: NDArray[np.int64],
-    write_blocks: NDArray[np.int64],
     block_tokens: int,
 ) -> RowBatch:
     """Rows of a batch with their windows. Built once per step.
 
+    Batch rows carry no request ids: the block that a row's first token is written to does.
+
     Args:
-        step: Knows the rows by the block that each one's first token is written to.
+        step: Knows the rows by that block.
         query_start, seq_lens, block_table: As of :meth:`RowBatch.build`.
-        write_blocks: HBM block of each row's first query token, [R].
         block_tokens: Tokens per block.
+
+    Raises:
+        StepError: the batch is not the one that the step was planned for.
     """
-    rows = np.array([step.row_of(int(b)) for b in write_blocks], dtype=np.int64)
-    starts = np.array([step.hbm_start(int(r)) for r in rows], dtype=np.int64)
+    first = seq_lens - np.diff(query_start)
+    blocks = block_table[np.arange(len(first)), first // block_tokens]
+    rows, starts = step.rows_of(blocks, first)
     return RowBatch.build(query_start, seq_lens, block_table, starts, rows, block_tokens)
 
 

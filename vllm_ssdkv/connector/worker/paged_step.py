@@ -12,10 +12,12 @@ from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_ssdkv.attention.exact import NO_CONTEXT, LayerContext, RowBatch, StreamedContext
 from vllm_ssdkv.attention.sparse import ChosenPages, SparseDecode
 from vllm_ssdkv.attention.sparse_deviation import SparseDeviation
+from vllm_ssdkv.base.errors import StepError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.connector.kv_layout import KVLayout, block_layout
 from vllm_ssdkv.connector.messages import Row, SlotArray
@@ -139,21 +141,31 @@ class PagedStep:
         )
         self._following = dict(itertools.pairwise(context_layers))
 
-    def row_of(self, write_block: int) -> int:
-        """Index of the row whose first query token is written to this HBM block.
+    def rows_of(
+        self, write_blocks: NDArray[np.int64], first: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Index of each of the batch's rows, and of its first block that is read from HBM, [R].
+
+        Args:
+            write_blocks: HBM block that each one's first query token is written to, [R].
+            first: Position of this token, [R].
 
         Raises:
-            KeyError: the scheduler's plan has no such row.
+            StepError: the scheduler's plan has no such row, or says another position.
         """
-        return self._by_block[write_block]
+        index = [self._by_block.get(block, -1) for block in write_blocks.tolist()]
+        planned = [-1 if i < 0 else self._rows[i].first_position for i in index]
+        if planned != first.tolist():
+            raise StepError(
+                f"vLLM computes tokens from the positions {first.tolist()} on in the HBM blocks "
+                f"{write_blocks.tolist()}, and the step was planned for {planned}"
+            )
+        starts = [self._rows[i].hbm_start for i in index]
+        return np.array(index, dtype=np.int64), np.array(starts, dtype=np.int64)
 
     def layer(self, layer_name: str) -> int:
         """Number of a layer in slots."""
         return self._layers[layer_name]
-
-    def hbm_start(self, row: int) -> int:
-        """Index of the row's first block that is read from HBM."""
-        return self._rows[row].hbm_start
 
     def context(self, layer_name: str, batch: RowBatch, layout: BlockLayout) -> LayerContext:
         """The layer's contexts. ``layout``: of a block of them."""

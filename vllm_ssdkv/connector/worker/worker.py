@@ -404,13 +404,13 @@ class SSDKVWorker:
         )
         store.divide_staging(inputs.pages)
 
-    def begin_recording(self, batch: RowBatch, slot_mapping: torch.Tensor) -> None:
+    def begin_recording(self, batch: RowBatch, device: torch.device) -> None:
         """Find the tokens of this step whose X is kept: once, before its first layer ends.
 
-        ``slot_mapping``: HBM block times tokens of a block, and the offset in it, [>= T]."""
+        ``device``: of the model."""
         if self.x_cache is not None and self.step is not None and self.step.records_x:
-            slots = slot_mapping[: batch.tokens].cpu().numpy().astype(np.int64)
-            self.x_cache.begin_step(batch, self.step.x_requests, slots, slot_mapping.device)
+            slots = batch.hbm_slots(self.layout.block_tokens)
+            self.x_cache.begin_step(batch, self.step.x_requests, slots, device)
 
     def record_inputs(self, layer_name: str, device: torch.device) -> None:
         """Keep X of a layer of this step, where rows are stored as X. ``device``: of the model."""
