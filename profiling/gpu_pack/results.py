@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
@@ -71,6 +71,11 @@ class Row:
         parts += [figure.text() for figure in self.figures]
         lines = self.error.strip().splitlines()
         return "; ".join(parts) + "".join(f"\n         {line}" for line in lines[-6:])
+
+
+def latest(rows: Iterable[Row]) -> list[Row]:
+    """The last row of each case, in the order of the first ones: a run may be continued."""
+    return list({(row.stage, row.case): row for row in rows}.values())
 
 
 class ResultLog:

@@ -57,7 +57,7 @@ class Cell:
 
     @property
     def finds_prompts(self) -> bool:
-        """Whether a prompt is found when it is asked again."""
+        """A prompt that is asked again is found in what the connector has stored."""
         return bool(self.connector) and not (self.speed and self.connector == "page")
 
 

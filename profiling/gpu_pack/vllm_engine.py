@@ -55,14 +55,14 @@ def run(run: StageRun) -> None:
             run.failed(_IMPORT, f"{type(failure).__name__}: {failure}")
             return
         for source in sources:
-            _settle_operators(run, device, source)
+            settle_operators(run, device, source)
         command = [sys.executable, "-P", "-m", f"{_HERE}.vllm_forks", *arguments_of(run)]
         error = _ended(command, _environment(device, sources), run.left() + _GRACE_S)
         if error:
             run.failed("process of the cells", error)
 
 
-def _settle_operators(run: StageRun, device: str, source: Path) -> None:
+def settle_operators(run: StageRun, device: str, source: Path) -> None:
     """Leave the packed operators where vLLM finds them if they work, else an empty module."""
     library = source / "vllm" / LIBRARY
     works = False

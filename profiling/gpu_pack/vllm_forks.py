@@ -46,15 +46,19 @@ Way = Literal["fork", "spawn"]
 def work(run: StageRun) -> None:
     """Import vLLM, then run the cells one after the other."""
     device = "cpu" if run.rehearsal else "cuda"
-    way: Way | None = None
+    cells = missing(run)
+    if not cells:
+        return
+    ways: list[Way] = []
     with run.case(IMPORT) as case:
         begin = time.perf_counter()
         for name, value in import_vllm(device).items():
             case.figure(name, value)
         case.figure("import", time.perf_counter() - begin, "s")
-        way = _way_to_start()
-        case.figure("engines", "forked" if way == "fork" else "started anew: CUDA is in use")
-    if way is None:
+        ways.append(_way_to_start())
+        forked = ways[0] == "fork"
+        case.figure("engines", "forked" if forked else "started anew: CUDA is in use")
+    if not ways:
         return
     gc.collect()
     gc.freeze()
@@ -62,7 +66,7 @@ def work(run: StageRun) -> None:
         tiny = llama_shapes.make_tiny(folder / "tiny")
         large = Scale.of(device).shape.describe(folder / "large")
         told_by: dict[bool, Told] = {}
-        for cell in CELLS:
+        for cell in cells:
             if run.left() < 1:
                 run.failed(cell.name, NO_TIME)
             elif cell.cuda_only and device != "cuda":
@@ -70,13 +74,28 @@ def work(run: StageRun) -> None:
                 run.append(Row(run.name, cell.name, figures=[why]))
             else:
                 model = large if cell.speed else tiny
-                start = partial(_start, way, cell, device, model)
+                start = partial(_start, ways[0], cell, device, model)
                 told = _run_cell(run, cell, start, folder, told_by.get(cell.speed))
                 told_by.setdefault(cell.speed, told)
 
 
+def missing(run: StageRun) -> list[Cell]:
+    """Cells without a good result, and those that they are compared with or whose stores they
+    open."""
+    wanted = [cell for cell in CELLS if not run.is_done(cell.name)]
+    stores = {cell.store for cell in wanted if cell.stored}
+    kinds = {cell.speed for cell in wanted}
+    return [
+        cell
+        for cell in CELLS
+        if cell in wanted
+        or (not cell.connector and not cell.graphs and cell.speed in kinds)
+        or cell.store in stores
+    ]
+
+
 def _way_to_start() -> Way:
-    """How engines start: as forks of this process, unless it has begun to use CUDA."""
+    """Way to start engines: as forks of this process, unless it has begun to use CUDA."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         return "spawn"
     child = multiprocessing.get_context("fork").Process(target=_end_as_forked)
@@ -110,16 +129,19 @@ def _start(
     way: Way, cell: Cell, device: str, model: Path, store: Path, result: Path, seconds: float
 ) -> str:
     """Run an engine in a child; why it failed, or nothing."""
-    child = multiprocessing.get_context(way).Process(
-        target=run_cell, args=(cell, device, model, store, result)
+    process = (
+        multiprocessing.get_context("fork").Process
+        if way == "fork"
+        else multiprocessing.get_context("spawn").Process
     )
+    child = process(target=run_cell, args=(cell, device, model, store, result))
     child.start()
     child.join(seconds)
     if child.exitcode is None and child.pid is not None:
         os.kill(child.pid, signal.SIGUSR1)
         time.sleep(_DUMP_S)
         child.kill()
-        child.join()
+        child.join(_CHILD_S)
         return f"it did not end in {seconds:.0f} s; the log tells where its threads were"
     return f"its process ended with status {child.exitcode}" if child.exitcode else ""
 
@@ -166,7 +188,7 @@ def _judge(case: Case, cell: Cell, told: Told, error: str, stock: Told | None) -
 
 
 def _count_alike(case: Case, told: Told, stock: Told | None) -> None:
-    """How many answers are those of stock vLLM: random weights in few bits make them differ."""
+    """Count the answers that are those of stock vLLM; random weights in few bits spoil some."""
     pairs: list[tuple[Sequence[Any], Sequence[Any]]] = []
     for name, answer in (stock or {}).items():
         length, _, kind = name.rpartition(", ")
