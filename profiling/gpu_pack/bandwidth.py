@@ -9,7 +9,7 @@ import torch
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.kernels.dense import TritonKernels
 from vllm_ssdkv.profiling import bench_triton
-from vllm_ssdkv.profiling.gpu_pack.results import NO_TIME, Figure, Row
+from vllm_ssdkv.profiling.gpu_pack.results import NO_TIME, TIMED, Figure, Row
 from vllm_ssdkv.profiling.gpu_pack.stage import StageRun
 from vllm_ssdkv.profiling.triton_checks import Model
 
@@ -96,4 +96,5 @@ def _figures(figure: bench_triton.Figure, whole: str) -> list[Figure]:
         Figure("rate", figure.bytes_moved / figure.seconds / 1e9, "GB/s"),
         Figure(f"share of {whole}", figure.copy_share),
         Figure("time", figure.seconds * 1e6, "us"),
+        Figure(TIMED, "CUDA graph" if figure.in_graph else "calls"),
     ]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from vllm_ssdkv.base.errors import BenchError
-from vllm_ssdkv.profiling.gpu_pack.results import NO_TIME, STAGE, Row, latest, read_rows
+from vllm_ssdkv.profiling.gpu_pack.results import NO_TIME, STAGE, TIMED, Row, latest, read_rows
 
 NOT_MEASURED: Final = "not measured"
 
@@ -74,6 +74,10 @@ symbols that the operators need with those of PyTorch 2.11 for CUDA 13, and a re
 cells that vLLM has on CPUs, with the tiny model. In the runs below vLLM had stand-ins for its
 operators; it was imported, and no engine of it ended.
 """
+
+_CALLS: Final = """\
+This run timed calls. Those of several launches that took less than about 300 us were mostly waiting
+for the host, which later runs leave out by replaying a CUDA graph."""
 
 _CELL: Final = re.compile(r"(?P<name>.+), context (?P<context>\d+), batch (?P<batch>\d+)")
 
@@ -284,7 +288,10 @@ def _shares(rows: Sequence[Row]) -> str:
             continue
         by_name = cells.setdefault(int(found["context"]), {})
         by_name.setdefault(found["name"], {})[int(found["batch"])] = text
-    return "\n\n".join([*(_grid(n, cells[n]) for n in sorted(cells)), *_others(others)])
+    notes = []
+    if cells and not any(figure.name == TIMED for row in rows for figure in row.figures):
+        notes.append(_CALLS)
+    return "\n\n".join([*notes, *(_grid(n, cells[n]) for n in sorted(cells)), *_others(others)])
 
 
 def _grid(context: int, by_name: Mapping[str, Mapping[int, str]]) -> str:

@@ -17,6 +17,9 @@ REPORT: Final = "report.txt"
 NO_TIME: Final = "no time was left for it"
 """Error of a case that was not reached."""
 
+TIMED: Final = "timed"
+"""Figure that says how kernels were called while they were timed."""
+
 STAGE: Final = "(stage)"
 """Case of the row that says how a whole stage ended."""
 
