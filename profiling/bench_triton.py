@@ -54,32 +54,43 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One line of the result: bytes moved, median seconds, and share of the copy's rate."""
+    """One line of the result: bytes moved, median seconds, and share of the copy's rate.
+
+    ``in_graph``: these are seconds of kernels in a CUDA graph, and not of calls from the host.
+    """
 
     name: str
     bytes_moved: int
     seconds: float
     copy_share: float
+    in_graph: bool = False
 
 
-def seconds_of(work: Callable[[], object], *, captured: bool = False) -> float:
+def seconds_of(work: Callable[[], object]) -> float:
     """Median seconds of ``work`` on the current CUDA stream, warm, with the L2 cache flushed.
 
-    Work that is ``captured`` is replayed as a graph: what several launches take the host, which is
-    more than many kernels take, does not count. It may only queue work, of tensors on the device.
     Without a GPU, where times say nothing, ``work`` is done once.
     """
     if not torch.cuda.is_available():
         begin = time.perf_counter()
         work()
         return time.perf_counter() - begin
-    if captured:
-        work()  # what is compiled or allocated once is so now
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-        work = graph.replay
     return float(triton.testing.do_bench(work, return_mode="median")) / 1e3
+
+
+def graph_seconds_of(work: Callable[[], object]) -> float:
+    """Median seconds of ``work`` as a CUDA graph: several short launches wait for no host.
+
+    It may take nothing from the host's memory. Without a GPU as :func:`seconds_of`.
+    """
+    if not torch.cuda.is_available():
+        return seconds_of(work)
+    work()  # what has to be compiled cannot be captured
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return seconds_of(graph.replay)
 
 
 def copy_rate(device: torch.device, nbytes: int) -> float:
@@ -121,10 +132,10 @@ def host_pages_figure(
             query, state, listed, layout=layout, scale=problem.scale, max_pages=max(1, pages // 8)
         )
 
-    seconds = seconds_of(work, captured=True)
+    seconds = graph_seconds_of(work)
     moved = len(selection.pages) * layout.page_payload_bytes
     name = f"attend to pages of the host, context {context}, batch {batch}"
-    return Figure(name, moved, seconds, moved / seconds / rate)
+    return Figure(name, moved, seconds, moved / seconds / rate, device.type == "cuda")
 
 
 def _there(device: torch.device, values: IntArray | None, dtype: torch.dtype) -> torch.Tensor:
@@ -174,10 +185,9 @@ def decode_figure(
         kernels.finish(state, out)
 
     moved = total * layout.block_bytes + 2 * query.numel() * query.itemsize
-    seconds = seconds_of(step, captured=True)
-    return Figure(
-        f"decode, context {context}, batch {batch}", moved, seconds, moved / seconds / rate
-    )
+    seconds = graph_seconds_of(step)
+    name = f"decode, context {context}, batch {batch}"
+    return Figure(name, moved, seconds, moved / seconds / rate, device.type == "cuda")
 
 
 def sparse_figures(
@@ -282,9 +292,10 @@ def sparse_figures(
     ]
     figures = []
     for name, step, moved in work:
-        seconds = seconds_of(step, captured=True)
+        seconds = graph_seconds_of(step)
         label = f"{name}, context {context}, batch {batch}"
-        figures.append(Figure(label, moved, seconds, moved / seconds / rate))
+        share = moved / seconds / rate
+        figures.append(Figure(label, moved, seconds, share, device.type == "cuda"))
     return figures
 
 

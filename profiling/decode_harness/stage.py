@@ -77,10 +77,12 @@ class Rows:
 
     Attributes:
         count: Cases so far.
+        is_done: Whether a case had a good result before this stage began.
     """
 
     def __init__(self, run: StageRun) -> None:
         self._run = run
+        self.is_done = run.is_done
         self.count = 0
 
     def skip(self, case: str, why: str, about: Figures | None = None) -> None:
@@ -159,6 +161,8 @@ class Stage:
             self._check(name, partial(check_selector, selector))
 
     def _check(self, name: str, work: Callable[[torch.device, Path], Figures]) -> None:
+        if self._rows.is_done(name):
+            return
         if self._left() <= 0:
             self._rows.skip(name, NO_TIME)
             return
@@ -190,6 +194,8 @@ class Stage:
         why = why or self._obstacle(need)
         about = self._about(scale, group, layers)
         names = [f"{self._title(group, layers)}, {case.name}" for case in group.cases]
+        if all(map(self._rows.is_done, names)):
+            return
         if why:
             for name in names:
                 self._rows.skip(name, why, about)

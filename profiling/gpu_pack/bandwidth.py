@@ -9,7 +9,7 @@ import torch
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.kernels.dense import TritonKernels
 from vllm_ssdkv.profiling import bench_triton
-from vllm_ssdkv.profiling.gpu_pack.results import NO_TIME, Figure, Row
+from vllm_ssdkv.profiling.gpu_pack.results import NO_TIME, TIMED, Figure, Row
 from vllm_ssdkv.profiling.gpu_pack.stage import StageRun
 from vllm_ssdkv.profiling.triton_checks import Model
 
@@ -19,6 +19,7 @@ _HOST_CELLS = ((32 * 1024, 1), (32 * 1024, 8), (128 * 1024, 1))
 _PACKED = 64
 _COPIED = 1024 * MIB
 
+_PACKING = "pack and unpack"
 _IN_DEVICE = "a copy in the device"
 _FROM_HOST = "a copy from the host"
 
@@ -41,6 +42,8 @@ def run(run: StageRun) -> None:
     for batch, context in itertools.product(batches, contexts):
         for kind in ("decode", "sparse decode"):
             name = f"{kind}, context {context}, batch {batch}"
+            if run.is_done(name):
+                continue
             if run.left() < 1:
                 run.failed(name, NO_TIME)
                 continue
@@ -54,10 +57,15 @@ def run(run: StageRun) -> None:
         if device.type == "cuda":
             torch.cuda.empty_cache()
     for context, batch in _HOST_CELLS if not run.rehearsal else ((64, 1),):
-        with run.case(f"attend to pages of the host, context {context}, batch {batch}") as case:
+        name = f"attend to pages of the host, context {context}, batch {batch}"
+        if run.is_done(name):
+            continue
+        with run.case(name) as case:
             figure = bench_triton.host_pages_figure(device, model, context, batch, bus)
             case.figures += _figures(figure, _FROM_HOST)
-    with run.case("pack and unpack"):
+    if run.is_done(_PACKING):
+        return
+    with run.case(_PACKING):
         blocks = 1 if run.rehearsal else _PACKED
         for figure in bench_triton.pack_figures(kernels, model, blocks, copy):
             _tell(run, figure)
@@ -88,4 +96,5 @@ def _figures(figure: bench_triton.Figure, whole: str) -> list[Figure]:
         Figure("rate", figure.bytes_moved / figure.seconds / 1e9, "GB/s"),
         Figure(f"share of {whole}", figure.copy_share),
         Figure("time", figure.seconds * 1e6, "us"),
+        Figure(TIMED, "CUDA graph" if figure.in_graph else "calls"),
     ]

@@ -131,7 +131,8 @@ def run(run: StageRun) -> None:
     """Run all groups; a group whose process dies counts as failed, and the others go on."""
     todo: queue.SimpleQueue[str] = queue.SimpleQueue()
     for group in groups(run.rehearsal):
-        todo.put(group.name)
+        if not all(run.is_done(f"{group.name}: {what}") for what, _ in group.cases):
+            todo.put(group.name)
     workers = max(1, min(MOST_WORKERS, (os.cpu_count() or 2) - 1))
     threads = [threading.Thread(target=_work, args=(run, todo)) for _ in range(workers)]
     for thread in threads:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
-from vllm_ssdkv.profiling.gpu_pack.results import NO_TIME, STAGE, ResultLog, Row
+from vllm_ssdkv.profiling.gpu_pack.results import NO_TIME, STAGE, ResultLog, Row, latest
 
 LOG_BYTES: Final = 4 << 20
 """Most bytes of a stage's log; what comes later is counted and dropped."""
@@ -94,9 +94,10 @@ class Orchestrator:
         begin = time.monotonic()
         error = self._run_process(stage, limit)
         seconds = round(time.monotonic() - begin, 3)
-        rows = [row for row in self._log.rows()[before:] if row.stage == stage.name]
+        held = self._log.rows()
+        rows = [row for row in held[before:] if row.stage == stage.name]
         failed = sum(not row.ok for row in rows)
-        if not error and not rows:
+        if not error and not any(row.stage == stage.name for row in held):
             error = "the stage ended without a result"
         elif not error and failed:
             error = f"{failed} of {len(rows)} cases failed"
@@ -147,7 +148,7 @@ class Orchestrator:
         print(row.text(), flush=True)
 
     def _summarize(self, good: bool) -> None:
-        rows = self._log.rows()
+        rows = latest(self._log.rows())
         cases = [row for row in rows if row.case != STAGE]
         lines = ["", "summary"]
         for row in rows:

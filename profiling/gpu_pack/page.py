@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from vllm_ssdkv.base.errors import BenchError
-from vllm_ssdkv.profiling.gpu_pack.results import NO_TIME, STAGE, Row, read_rows
+from vllm_ssdkv.profiling.gpu_pack.results import NO_TIME, STAGE, TIMED, Row, latest, read_rows
 
 NOT_MEASURED: Final = "not measured"
 
@@ -32,17 +32,52 @@ What has run on a GPU, on which and when. A cell says "not measured" where nothi
 nothing is extrapolated. `make test` runs all of this on CPUs, kernels in Triton's interpreter,
 which says nothing about speed.
 
-To run it yourself, without vLLM and without a network on the machine with the GPU:
+To run it yourself, without a network on the machine with the GPU:
 
 ```sh
 scripts/gpu/pack.sh                      # here: makes build/gpu_pack; needs Python 3.12
-scripts/gpu/run.sh --rehearse            # here: the same on a CPU, small
-scripts/gpu/run.sh --out build/gpu       # there, with build/gpu_pack; at most 9 minutes
+scripts/gpu/run.sh --rehearse            # here: the same on a CPU, small; at most 6 minutes
+scripts/gpu/run.sh --out build/gpu       # there, with build/gpu_pack; at most 8.5 minutes
+scripts/gpu/run.sh --out build/gpu --stages kernels,decode   # there: what these stages still lack
 ```
 
+A run with `--stages` continues the one in `--out`: it leaves out the cases that have a good result.
 `results.jsonl` of a run, put into `docs/gpu/` under the name of the GPU and the date, becomes a
 section here with `ssdkv docs write docs`.
+
+## vLLM on a GPU machine without vLLM
+
+`build/gpu_pack` has at most 56 MiB. It holds vLLM's Python files, and of its compiled parts the
+general operators for Hopper GPUs (`sm_90`): `_C_stable_libtorch` of vLLM's wheel on PyPI. Of its 75
+MiB `pack.sh` blanks the device code of all other architectures, which leaves 8.4 MiB packed.
+Kernels that the wheel has as PTX only, some of Marlin's, are blank, too. FlashAttention has 300 MB
+and does not travel: stock vLLM and reuse mode attend with `TRITON_ATTN` in these runs.
+
+The stage `vllm` takes an installed vLLM if there is one. Else it compares the symbols that the
+operators need with those that PyTorch exports, loads them in a process of its own, and compares
+`rms_norm` with its definition. If that fails, stand-ins take their place and the results name them.
+Then one process imports vLLM and forks an engine for each cell, at most 60 s each:
+
+- *Tokens*: a tiny Llama in float32 in stock vLLM, in reuse mode, in reuse mode after a restart, and
+  in page mode with `exact` and with `adaptive`. Answers have to be those of stock vLLM, and stored
+  prompts have to be found.
+- *Speed*: 4 layers of Llama 8B's shape in bfloat16 with random weights, in the same engines: the
+  time to the first token of prompts of 2K to 32K tokens, computed and found, and tokens decoded per
+  second by 1 and by 8 requests.
+- *vLLM's own offloading*: the same prompts with `OffloadingConnector` (DRAM) and
+  `SimpleCPUOffloadConnector` (disk); and stock vLLM with CUDA graphs.
+
+All others run without CUDA graphs. Each cell names vLLM's model runner and its scheduling.
+
+Never run on a GPU so far: these operators, and each of these cells. `make test` compares the
+symbols that the operators need with those of PyTorch 2.11 for CUDA 13, and a rehearsal runs all
+cells that vLLM has on CPUs, with the tiny model. In the runs below vLLM had stand-ins for its
+operators; it was imported, and no engine of it ended.
 """
+
+_CALLS: Final = """\
+This run timed calls. Those of several launches that took less than about 300 us were mostly waiting
+for the host, which later runs leave out by replaying a CUDA graph."""
 
 _CELL: Final = re.compile(r"(?P<name>.+), context (?P<context>\d+), batch (?P<batch>\d+)")
 
@@ -74,7 +109,7 @@ def gpu_page(directory: Path) -> str:
 
     Raises ``BenchError`` for a file that is no run, or that was a rehearsal.
     """
-    runs = [Run(path.stem, list(read_rows(path))) for path in sorted(directory.glob("*.jsonl"))]
+    runs = [Run(path.stem, latest(read_rows(path))) for path in sorted(directory.glob("*.jsonl"))]
     for run in runs:
         if not run.facts().get("GPU device") or "rehearsal" in run.facts()["GPU device"]:
             raise BenchError(f"{directory / run.name}.jsonl is not a run on a GPU")
@@ -253,7 +288,10 @@ def _shares(rows: Sequence[Row]) -> str:
             continue
         by_name = cells.setdefault(int(found["context"]), {})
         by_name.setdefault(found["name"], {})[int(found["batch"])] = text
-    return "\n\n".join([*(_grid(n, cells[n]) for n in sorted(cells)), *_others(others)])
+    notes = []
+    if cells and not any(figure.name == TIMED for row in rows for figure in row.figures):
+        notes.append(_CALLS)
+    return "\n\n".join([*notes, *(_grid(n, cells[n]) for n in sorted(cells)), *_others(others)])
 
 
 def _grid(context: int, by_name: Mapping[str, Mapping[int, str]]) -> str:

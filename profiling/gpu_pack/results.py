@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
@@ -16,6 +16,9 @@ REPORT: Final = "report.txt"
 
 NO_TIME: Final = "no time was left for it"
 """Error of a case that was not reached."""
+
+TIMED: Final = "timed"
+"""Figure that says how kernels were called while they were timed."""
 
 STAGE: Final = "(stage)"
 """Case of the row that says how a whole stage ended."""
@@ -71,6 +74,11 @@ class Row:
         parts += [figure.text() for figure in self.figures]
         lines = self.error.strip().splitlines()
         return "; ".join(parts) + "".join(f"\n         {line}" for line in lines[-6:])
+
+
+def latest(rows: Iterable[Row]) -> list[Row]:
+    """The last row of each case, in the order of the first ones: a run may be continued."""
+    return list({(row.stage, row.case): row for row in rows}.values())
 
 
 class ResultLog:

@@ -11,6 +11,8 @@ from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.profiling.gpu_pack.kernels import SMALLEST, run_group
 from vllm_ssdkv.profiling.gpu_pack.stage import StageRun
 
+_MEMCHECK: Final = "memcheck"
+
 _PLACES: Final = ("/usr/local/cuda/bin/compute-sanitizer",)
 
 _OPTIONS: Final = ("--tool", "memcheck", "--error-exitcode", "86")
@@ -21,6 +23,8 @@ _UNCACHED: Final = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 def run(run: StageRun) -> None:
     """Run the group under memcheck; a rehearsal runs it without."""
+    if run.is_done(_MEMCHECK):
+        return
     if run.rehearsal:
         run_group(run, SMALLEST)
         return
@@ -28,10 +32,10 @@ def run(run: StageRun) -> None:
         (place for place in _PLACES if Path(place).exists()), None
     )
     if found is None:
-        run.failed("memcheck", "compute-sanitizer is neither on PATH nor in /usr/local/cuda/bin")
+        run.failed(_MEMCHECK, "compute-sanitizer is neither on PATH nor in /usr/local/cuda/bin")
         return
     printed = run_group(run, SMALLEST, [found, *_OPTIONS], _UNCACHED)
-    with run.case("memcheck") as case:
+    with run.case(_MEMCHECK) as case:
         said = re.search(r"ERROR SUMMARY: (\d+) error", printed)
         if said is None:
             raise BenchError("compute-sanitizer did not say how many errors there were")

@@ -56,6 +56,11 @@ class StageRun:
         self.log = log
         self.rehearsal = rehearsal
         self.ends = time.monotonic() + seconds
+        self._done = {row.case for row in log.rows() if row.stage == name and row.ok}
+
+    def is_done(self, case: str) -> bool:
+        """Look whether a case had a good result before this stage began."""
+        return case in self._done
 
     @property
     def device(self) -> torch.device:

@@ -50,33 +50,43 @@ Ids = NDArray[np.int64]
 def run(run: StageRun) -> None:
     """Run all cases; raises ``RuntimeError`` where there is no GPU."""
     device = run.device
-    small = run.rehearsal
-    with run.case("pinning of the arena") as case:
-        _pin(case, device, 64 * MIB if small else 8192 * MIB)
+    with scratch(run) as folder:
+        for name, work in _cases(device, folder, small=run.rehearsal):
+            if not run.is_done(name):
+                with run.case(name) as case:
+                    work(case)
+
+
+def _cases(
+    device: torch.device, folder: Path, *, small: bool
+) -> Iterator[tuple[str, Callable[[Case], None]]]:
+    """All cases in their order."""
+    arena = 64 * MIB if small else 8192 * MIB
+    yield "pinning of the arena", partial(_pin, device=device, nbytes=arena)
+    of_blocks: dict[str, Any] = {"device": device, "small": small}
     for together in (True, False):
         lies = "in one allocation" if together else "in one allocation each"
-        with run.case(f"blocks as they lie, layers {lies}") as case:
-            _opaque(case, device, together=together, small=small)
+        opaque = partial(_opaque, together=together, **of_blocks)
+        yield f"blocks as they lie, layers {lies}", opaque
     for dtype in _DTYPES[:1] if small else _DTYPES:
         for kind in ("none", "bounds", "channels", "int8"):
             name = f"pages of {str(dtype).removeprefix('torch.')}, summaries: {kind}"
-            with run.case(f"blocks in {name}") as case:
-                _paged(case, device, dtype, kind, small=small)
-    with run.case("loads behind the forward pass under random delays") as case:
-        _fence(case, device, rounds=3 if small else 60)
-    with run.case("times of steps") as case:
-        _times(case, device)
-    with run.case("digest of the weights") as case:
-        _digest(case, device, 16 * MIB if small else 2048 * MIB)
-    with scratch(run) as folder:
-        for engine in ENGINES:
-            with run.case(f"reads of the disk, {engine}") as case:
-                _disk(case, device, folder, engine, (16 if small else 2048) * MIB)
-            with run.case(f"store with bounds and pages in HBM, {engine}") as case:
-                _whole_store(case, device, folder, engine, None, small=small)
-        for channels in ("dram", "hbm"):
-            with run.case(f"store with channels in {channels.upper()}") as case:
-                _whole_store(case, device, folder, "auto", channels, small=small)
+            yield f"blocks in {name}", partial(_paged, dtype=dtype, kind=kind, **of_blocks)
+    fence = partial(_fence, device=device, rounds=3 if small else 60)
+    yield "loads behind the forward pass under random delays", fence
+    yield "times of steps", partial(_times, device=device)
+    weights = (16 if small else 2048) * MIB
+    yield "digest of the weights", partial(_digest, device=device, nbytes=weights)
+    of_store: dict[str, Any] = {"device": device, "folder": folder}
+    for engine in ENGINES:
+        nbytes = (16 if small else 2048) * MIB
+        disk = partial(_disk, kind=engine, nbytes=nbytes, **of_store)
+        yield f"reads of the disk, {engine}", disk
+        store = partial(_whole_store, engine=engine, channels=None, small=small, **of_store)
+        yield f"store with bounds and pages in HBM, {engine}", store
+    for channels in ("dram", "hbm"):
+        store = partial(_whole_store, engine="auto", channels=channels, small=small, **of_store)
+        yield f"store with channels in {channels.upper()}", store
 
 
 @contextmanager

@@ -1,158 +1,94 @@
-"""One case of the stage ``vllm`` in a process of its own.
+"""One engine of the stage ``vllm``, in a process of its own: forked by one that has imported vLLM.
 
-    python -P -m vllm_ssdkv.profiling.gpu_pack.vllm_case CASE DEVICE MODEL FOLDER
-
-Writes JSON objects, one per line, to a file in the folder: what was imported, then the answers of
-an engine, or the error that stopped it.
+It writes JSON objects, one per line, to a file in its folder: figures as soon as they are known,
+answers, and the error that stopped it.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
 import os
-import random
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from vllm_ssdkv.base.errors import BenchError
-from vllm_ssdkv.connector.names import CONNECTOR
 from vllm_ssdkv.profiling.gpu_pack import vllm_ops
+from vllm_ssdkv.profiling.gpu_pack.stage import end_with_parent
+from vllm_ssdkv.profiling.gpu_pack.vllm_cells import (
+    ANSWER,
+    BLOCK,
+    Cell,
+    Scale,
+    prompt,
+    prompts,
+    settings,
+)
 
 RESULT: Final = "result.jsonl"
 
-BLOCK: Final = 32
-WINDOW: Final = 64
-CHUNK: Final = 128
-ANSWER: Final = 16
-LENGTHS: Final = (700, 300, 129, 20)
-"""Tokens of the prompts. The longest has many times the KV cache of page mode."""
+_TIMED: Final = 4
+"""Tokens of an answer whose first token is timed."""
+_IDLE_S: Final = 10.0
+"""Within this time an engine has to be done with what it stores."""
+_REST_S: Final = 0.3
+"""For writes to reach the drive before the next prompt."""
 
-_CACHE_TOKENS: Final = {"stock": 4096, "reuse": 4096, "page": WINDOW + CHUNK + 3 * BLOCK}
-
-
-def prompts(vocabulary: int) -> list[list[int]]:
-    """Token ids, the same in every process."""
-    draw = random.Random(7)
-    return [[draw.randrange(3, vocabulary) for _ in range(length)] for length in LENGTHS]
+Tell = Callable[[dict[str, Any]], None]
 
 
-def full_hits() -> list[int]:
-    """Tokens of the prompts that a store which holds all of them serves."""
-    return [(length - 1) // BLOCK * BLOCK for length in LENGTHS]
+def import_vllm(device: str) -> dict[str, str]:
+    """Import what engines need, with stand-ins where there are no compiled parts; what it was.
 
-
-def options(case: str, folder: Path) -> dict[str, Any]:
-    """The connector's options."""
-    return {
-        "mode": case,
-        "verify_hits": 0,
-        "devices": [{"path": str(folder), "capacity": "64MiB"}],
-        "state_dir": str(folder),
-        "dram_gib": "64MiB" if case == "reuse" else "8MiB",
-        "io": {"staging": "4MiB"},
-        **({"load": "always"} if case == "reuse" else {"hbm_window_tokens": WINDOW}),
-    }
-
-
-def settings(case: str, device: str, model: Path, folder: Path) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM``: native forms and Triton in place of compiled operators."""
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    token_bytes = config["num_hidden_layers"] * config["num_key_value_heads"] * 2
-    token_bytes *= config["head_dim"] * 4
-    chosen: dict[str, Any] = {
-        "model": str(model),
-        "dtype": "float32",
-        "skip_tokenizer_init": True,
-        "max_model_len": 2048,
-        "max_num_batched_tokens": CHUNK,
-        "max_num_seqs": len(LENGTHS),
-        "block_size": BLOCK,
-        "enforce_eager": True,
-        "enable_prefix_caching": False,
-        "kv_cache_memory_bytes": _CACHE_TOKENS[case] * token_bytes,
-        "distributed_executor_backend": "uni",
-        "compilation_config": {"custom_ops": ["none"]},
-    }
-    if case != "stock":
-        chosen["kv_transfer_config"] = {
-            "kv_connector": CONNECTOR,
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": options(case, folder),
-        }
-    if device == "cuda":
-        native = {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]}
-        chosen["kernel_config"] = {"ir_op_priority": native}
-        chosen["attention_backend"] = "CUSTOM" if case == "page" else "TRITON_ATTN"
-    return chosen
-
-
-def import_vllm(device: str) -> dict[str, Any]:
-    """Import what makes engines, with stand-ins where there are no compiled parts."""
-    begin = time.perf_counter()
-    compiled = vllm_ops.is_compiled()
+    Raises ``BenchError`` if vLLM has chosen another device.
+    """
+    compiled = vllm_ops.compiled_parts()
     registered = [] if compiled else vllm_ops.stand_in(device)
     if not compiled:
         # V2 maps host memory into the device with a compiled operator.
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    from vllm import LLM, ModelRegistry  # noqa: F401
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.llama import LlamaForCausalLM
     from vllm.platforms import current_platform
 
-    if not compiled:
-        # Known by its name alone, a model is looked at in another process, without stand-ins.
-        from vllm.model_executor.models.llama import LlamaForCausalLM
-
-        ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
+    # Known by its name alone, a model is looked at in another process, which imports vLLM anew.
+    ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
+    worker = "cpu_worker" if device == "cpu" else "gpu_worker"
+    for name in (f"vllm.v1.worker.{worker}", "vllm_ssdkv.connector.connector"):
+        importlib.import_module(name)
     if current_platform.device_type != device:
         raise BenchError(f"vLLM has chosen the platform {current_platform.device_type!r}")
     return {
         "vllm": metadata.version("vllm"),
-        "compiled parts": "as installed" if compiled else "none",
+        "compiled parts": ", ".join(compiled) or "none",
         "stand-ins": ", ".join(registered) or "none",
-        "platform": current_platform.device_type,
-        "import": time.perf_counter() - begin,
+        "platform": str(current_platform.device_type),
     }
 
 
-def answers(case: str, device: str, model: Path, folder: Path) -> dict[str, Any]:
-    """Answers of an engine to the same prompts, twice, and how many tokens it did not compute."""
-    from vllm import LLM, SamplingParams
-
-    begin = time.perf_counter()
-    llm = LLM(**settings(case, device, model, folder))
-    found: dict[str, Any] = {"start": time.perf_counter() - begin}
-    vocabulary = llm.llm_engine.model_config.get_vocab_size()
-    asked = [{"prompt_token_ids": prompt} for prompt in prompts(vocabulary)]
-    greedy = SamplingParams(max_tokens=ANSWER, temperature=0, ignore_eos=True, detokenize=False)
-    for name in ("first", "again"):
-        begin = time.perf_counter()
-        given = llm.generate(asked, greedy, use_tqdm=False)
-        found[f"{name} time"] = time.perf_counter() - begin
-        found[name] = [list(one.outputs[0].token_ids) for one in given]
-        found[f"{name} cached"] = [int(one.num_cached_tokens or 0) for one in given]
-    llm.llm_engine.engine_core.shutdown()
-    return found
-
-
-def main() -> None:
-    """Entry point of the process; status 1 if something stopped it, which is told of."""
-    case, device, model, folder = sys.argv[1:]
+def run_cell(cell: Cell, device: str, model: Path, folder: Path, result: Path) -> NoReturn:
+    """Run an engine and end the process; its status is 1 if something stopped it."""
+    end_with_parent()
     faulthandler.register(signal.SIGUSR1)
     status = 0
-    with (Path(folder) / RESULT).open("w", encoding="utf-8") as told:
+    with result.open("w", encoding="utf-8") as file:
 
         def tell(found: dict[str, Any]) -> None:
-            told.write(json.dumps(found) + "\n")
-            told.flush()
+            file.write(json.dumps(found) + "\n")
+            file.flush()
 
         try:
-            tell(import_vllm(device))
-            tell(answers(case, device, Path(model), Path(folder)))
+            if "vllm" not in sys.modules:
+                import_vllm(device)
+            _answer(cell, device, model, folder, tell)
         except BaseException as error:  # noqa: BLE001 - vLLM may fail in any way, and is told of
             traceback.print_exc()
             tell({"error": f"{type(error).__name__}: {error}"})
@@ -162,5 +98,124 @@ def main() -> None:
     os._exit(status)  # threads of a failed engine would hold the process
 
 
-if __name__ == "__main__":
-    main()
+def _answer(cell: Cell, device: str, model: Path, folder: Path, tell: Tell) -> None:
+    from vllm import LLM
+
+    begin = time.perf_counter()
+    compiled = bool(vllm_ops.compiled_parts())
+    llm = LLM(**settings(cell, device, model, folder, compiled=compiled))
+    _figure(tell, "start", time.perf_counter() - begin, "s")
+    config = llm.llm_engine.vllm_config
+    _figure(tell, "model runner", "V2" if config.use_v2_model_runner else "V1")
+    asynchronous = config.scheduler_config.async_scheduling
+    _figure(tell, "asynchronous scheduling", "yes" if asynchronous else "no")
+    (_speed if cell.speed else _tokens)(cell, device, llm, tell)
+    llm.llm_engine.engine_core.shutdown()
+    tell({"ended": True})
+
+
+def _figure(tell: Tell, name: str, value: float | str, unit: str = "") -> None:
+    tell({"figure": [name, value, unit]})
+
+
+def _tokens(cell: Cell, device: str, llm: Any, tell: Tell) -> None:  # noqa: ANN401 - vllm.LLM
+    """The same prompts twice."""
+    del cell, device
+    asker = _Asker(llm)
+    for name in ("first", "again"):
+        asked = asker.ask(prompts(), ANSWER)
+        _figure(tell, f"{name} time", asked.seconds, "s")
+        tell({name: asked.tokens, f"{name} cached": asked.cached})
+
+
+def _speed(cell: Cell, device: str, llm: Any, tell: Tell) -> None:  # noqa: ANN401 - vllm.LLM
+    """Time to the first token by length, computed and found, then tokens decoded per second."""
+    scale, asker = Scale.of(device), _Asker(llm)
+    kinds = ["found"] if cell.finds_prompts else []
+    if not cell.stored:
+        kinds.insert(0, "computed")
+    for _ in kinds:  # kernels are compiled, and what happens once has happened
+        asker.ask([prompt(scale.shape, scale.lengths[0], "first of all")], _TIMED)
+        asker.forget()
+    for length in scale.lengths:
+        for kind in kinds:
+            asked = asker.ask([prompt(scale.shape, length, "timed")], _TIMED)
+            asker.forget()
+            name = f"first token, {length} tokens, {kind}"
+            _figure(tell, name, asked.first_s * 1e3, "ms")
+            tell({name: asked.tokens, f"{name} cached": asked.cached})
+            if kind == "found" and asked.cached[0] < length // BLOCK * BLOCK:
+                raise BenchError(f"{name}: only {asked.cached[0]} tokens were found")
+    for batch in () if cell.stored else scale.batches:
+        asked = asker.ask(
+            [prompt(scale.shape, scale.decoded, f"decode {i}") for i in range(batch)], scale.answer
+        )
+        asker.forget()
+        _figure(tell, f"decode, batch {batch}, {scale.decoded} tokens", asked.rate, "tokens/s")
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Answers to prompts that were asked together.
+
+    Attributes:
+        seconds: Until the last token of all.
+        first_s: Until each of them had a token.
+        rate: Tokens per second from then on.
+        tokens, cached: Answers, and tokens of the prompts that were not computed.
+    """
+
+    seconds: float
+    first_s: float
+    rate: float
+    tokens: Sequence[Sequence[int]]
+    cached: Sequence[int]
+
+
+class _Asker:
+    """Asks an engine in this process, and looks at the clock after each of its steps."""
+
+    def __init__(self, llm: Any) -> None:  # noqa: ANN401 - vllm.LLM
+        self._llm = llm
+        self._engine = llm.llm_engine
+        self._count = 0
+
+    def ask(self, given: Sequence[Sequence[int]], answer: int) -> _Asked:
+        """Ask prompts at once for ``answer`` tokens each."""
+        from vllm import SamplingParams
+
+        greedy = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True, detokenize=False)
+        names = [f"request-{self._count + i}" for i in range(len(given))]
+        self._count += len(given)
+        begin = time.perf_counter()
+        for name, one in zip(names, given, strict=True):
+            self._engine.add_request(name, {"prompt_token_ids": list(one)}, greedy)
+        found: dict[str, Any] = {}
+        first_s, at_first = 0.0, 0
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                found[output.request_id] = output
+            counts = [len(one.outputs[0].token_ids) for one in found.values()]
+            if not first_s and len(counts) == len(names) and all(counts):
+                first_s, at_first = time.perf_counter() - begin, sum(counts)
+        seconds = time.perf_counter() - begin
+        if sorted(found) != sorted(names):
+            raise BenchError(f"asked {names}, and answered were {sorted(found)}")
+        tokens = [list(found[name].outputs[0].token_ids) for name in names]
+        return _Asked(
+            seconds,
+            first_s,
+            (sum(map(len, tokens)) - at_first) / max(seconds - first_s, 1e-9),
+            tokens,
+            [int(found[name].num_cached_tokens or 0) for name in names],
+        )
+
+    def forget(self) -> None:
+        """Have all that is to be stored stored, and no prefix in HBM."""
+        ends = time.monotonic() + _IDLE_S
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        while scheduler.has_requests() or not self._llm.reset_prefix_cache():
+            if time.monotonic() > ends:
+                raise BenchError(f"the engine was not done with a request after {_IDLE_S:.0f} s")
+            self._engine.step()
+        time.sleep(_REST_S)

@@ -1,12 +1,18 @@
-"""Stand-ins in PyTorch for compiled parts of vLLM, where it is installed without any.
+"""vLLM's compiled operators: a first look at those that have travelled, and stand-ins in PyTorch.
 
-No file of vLLM is touched: operators that it calls without asking first are registered with PyTorch
-under their own names.
+    python -P -m vllm_ssdkv.profiling.gpu_pack.vllm_ops LIBRARY
+
+Loads a library of operators for CUDA and compares one of them with its definition.
+
+No file of vLLM is touched where there is none: operators that it calls without asking first are
+registered with PyTorch under their own names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import sys
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -14,23 +20,52 @@ from typing import Any, Final
 import torch
 from torch.library import Library
 
-CUDA_MODULES: Final = ("vllm/_C_stable_libtorch.py", "vllm/vllm_flash_attn/_vllm_fa2_C.py")
-"""Empty, they take the places of modules without which vLLM's classes for CUDA are not imported.
-Files, since vLLM looks at models in a process of its own."""
+from vllm_ssdkv.base.errors import BenchError
+from vllm_ssdkv.profiling.gpu_pack.cuda_library import needs
+
+OPERATORS: Final = "vllm/_C_stable_libtorch.py"
+FLASH_ATTENTION: Final = "vllm/vllm_flash_attn/_vllm_fa2_C.py"
+"""Empty, these take the places of modules that vLLM's classes for CUDA import."""
+
+_TOLERANCE: Final = 1e-5
+"""Of one operator in float32 against its definition."""
 
 _held: list[Any] = []
 """An operator goes with its library."""
 
 
-def is_compiled() -> bool:
-    """Look for the compiled operators of this environment's vLLM.
+def compiled_parts() -> list[str]:
+    """Names of the compiled operators of this environment's vLLM.
 
     Imports nothing of it. Raises ``ImportError`` without vLLM.
     """
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         raise ImportError("No module named 'vllm'")
-    return any(Path(spec.origin).parent.glob("_C*.so"))
+    return sorted(path.name for path in Path(spec.origin).parent.glob("_C*.so"))
+
+
+def missing_symbols(names: Iterable[str]) -> list[str]:
+    """Names that this environment's PyTorch does not export."""
+    found = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch.so"))
+    return [name for name in names if not hasattr(found, name)]
+
+
+def check_operators(library: Path) -> None:
+    """Load operators for CUDA, and normalize some rows with one of them.
+
+    Raises ``BenchError`` if PyTorch lacks what they need, or the result is wrong.
+    """
+    if missing := missing_symbols(needs()):
+        raise BenchError(f"PyTorch {torch.__version__} has no {', '.join(missing)}")
+    given = torch.randn(7, 4096, device="cuda")
+    weight, result = torch.rand(4096, device="cuda"), torch.empty_like(given)
+    torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]  # torch's
+    torch.ops._C.rms_norm(result, given, weight, 1e-5)
+    wanted = given * torch.rsqrt(given.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+    worst = float((result - wanted).abs().max())
+    if not worst <= _TOLERANCE * float(wanted.abs().max()):
+        raise BenchError(f"rms_norm differs from its definition by up to {worst:g}")
 
 
 def stand_in(device: str) -> list[str]:
@@ -146,3 +181,15 @@ _CPU: Final[dict[str, _Work]] = {
     "int window, Tensor table, float softcap, Tensor metadata, Tensor? sinks, "
     "Tensor? dynamic, float k_scale, float v_scale, str cache_dtype) -> ()": _attend,
 }
+
+
+def main() -> None:
+    """Check the library that the argument names; status 1 and a last line that says why not."""
+    try:
+        check_operators(Path(sys.argv[1]))
+    except (BenchError, RuntimeError, OSError) as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

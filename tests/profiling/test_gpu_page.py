@@ -8,7 +8,7 @@ import pytest
 
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.profiling.gpu_pack.page import gpu_page
-from vllm_ssdkv.profiling.gpu_pack.results import NO_TIME, Figure, ResultLog, Row, read_rows
+from vllm_ssdkv.profiling.gpu_pack.results import NO_TIME, TIMED, Figure, ResultLog, Row, read_rows
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -67,6 +67,26 @@ def test_what_was_not_measured_says_so(tmp_path: Path) -> None:
     assert "| cover | not measured | 12.5%, 12 |" in page
     assert "### The store on CUDA\n\nNot measured.\n" in page
     assert "## Some GPU, `results`" in page
+
+
+def test_a_run_that_timed_calls_says_so(tmp_path: Path) -> None:
+    (row,) = shares(("decode, context 1024, batch 1", 0.25))
+    write(tmp_path, [row])
+    assert "\n\nThis run timed calls." in gpu_page(tmp_path)
+    row.figures.append(Figure(TIMED, "CUDA graph"))
+    (tmp_path / "results.jsonl").unlink()
+    write(tmp_path, [row])
+    page = gpu_page(tmp_path)
+    assert "| decode | 25.0%, 12 |" in page
+    assert "This run timed calls." not in page
+
+
+def test_a_case_that_was_repeated_counts_once(tmp_path: Path) -> None:
+    failed = Row("store", "times of steps", ok=False, error="E: x")
+    write(tmp_path, [failed, Row("store", "times of steps")])
+    page = gpu_page(tmp_path)
+    assert "| times of steps | ok |" in page
+    assert "E: x" not in page
 
 
 def test_decoding_tells_speed_parts_and_what_did_not_fit(tmp_path: Path) -> None:
