@@ -10,8 +10,8 @@ reuse mode attend with Triton's kernels.
   were in all runs so far: what would stop vLLM on CUDA before the first token is registered with
   PyTorch, options choose native forms of all else, and model runner V1 is taken.
 - One process imports vLLM, which took 17 to 30 s on an H100, and forks an engine for each cell.
-- On a CPU such a vLLM needs six stand-ins, attention among them. Its stock engine then gives the
-  tokens of a vLLM with compiled parts; reuse and page mode were not seen to end there yet.
+- On a CPU such a vLLM needs six stand-ins, attention among them, and answers then as one with
+  compiled parts.
 - No engine has ended on CUDA yet, and the operators were never loaded there.
 """
 

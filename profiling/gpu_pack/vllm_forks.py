@@ -12,6 +12,7 @@ import gc
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -66,7 +67,7 @@ def work(run: StageRun) -> None:
         tiny = llama_shapes.make_tiny(folder / "tiny")
         large = Scale.of(device).shape.describe(folder / "large")
         told_by: dict[bool, Told] = {}
-        for cell in cells:
+        for number, cell in enumerate(cells):
             if run.left() < 1:
                 run.failed(cell.name, NO_TIME)
             elif cell.cuda_only and device != "cuda":
@@ -77,6 +78,8 @@ def work(run: StageRun) -> None:
                 start = partial(_start, ways[0], cell, device, model)
                 told = _run_cell(run, cell, start, folder, told_by.get(cell.speed))
                 told_by.setdefault(cell.speed, told)
+            if cell.store not in {later.store for later in cells[number + 1 :]}:
+                shutil.rmtree(folder / cell.store, ignore_errors=True)
 
 
 def missing(run: StageRun) -> list[Cell]:

@@ -9,7 +9,6 @@ named on standard error.
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 import shutil
 import sys
@@ -32,20 +31,31 @@ def packed_version(site: Path, name: str) -> str | None:
     return None
 
 
+def installed_version(name: str) -> str | None:
+    """Version of a distribution here."""
+    for found in metadata.distributions(name=name):
+        return found.version
+    return None
+
+
 def main() -> None:
     """Copy the modules."""
     site = Path(sys.argv[1])
     suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
     complete = True
     for package, name in PACKAGES.items():
-        spec = importlib.util.find_spec(package)
-        origin = None if spec is None else spec.origin
-        if origin is None or metadata.version(name) != packed_version(site, name):
+        if packed_version(site, name) != installed_version(name):
             print(f"pack: {name} here is not the packed version", file=sys.stderr)
             complete = False
             continue
-        for module in Path(origin).parent.glob(f"*{suffix}"):
-            shutil.copy2(module, site / package / module.name)
+        # An editable install has its native modules elsewhere than its Python files.
+        held = metadata.distribution(name)
+        modules = [file for file in held.files or () if file.name.endswith(suffix)]
+        if not modules:
+            print(f"pack: {name} here has no native modules", file=sys.stderr)
+            complete = False
+        for file in modules:
+            shutil.copy2(str(held.locate_file(file)), site / package / file.name)
     if complete:
         print(f"{platform.python_implementation()} {'.'.join(platform.python_version_tuple()[:2])}")
 
