@@ -25,6 +25,7 @@ from vllm_ssdkv.config.request import RequestOptions
 from vllm_ssdkv.connector.identity.loaded_model import LoadedModel
 from vllm_ssdkv.connector.kv_layout import KVLayout, paged_geometry
 from vllm_ssdkv.connector.messages import ContextDelta, CopyToDram, Flush, Row, StepPlan
+from vllm_ssdkv.connector.worker.device_memory import held_for_summaries, hold_summary_memory
 from vllm_ssdkv.connector.worker.paged_attention import attend_layer, rows_of_step, store_new
 from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
@@ -35,6 +36,7 @@ from vllm_ssdkv.profiling.decode_harness.part_clock import AttentionTimer, PartC
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_header import KEY_BYTES
 from vllm_ssdkv.store.open import StorePlace, open_rank
+from vllm_ssdkv.store.open_store import OpenStore
 
 FILL_BLOCKS: Final = 64
 """HBM blocks beside the windows, through which contexts pass on their way into the store."""
@@ -178,7 +180,7 @@ class PagedDecoder:
         place = make(self.config)
         contexts = room.blocks if self.pages else 0
         drives = None if connect is None else connect(place.counters)
-        opened = self.opened = open_rank(place, 0, place.counters, contexts, remote=drives)
+        opened = self.opened = self._open(place, contexts, drives)
         self._free_slots = list(range(opened.num_slots))[::-1]
         self._free_blocks = list(range(num_blocks))[:0:-1]  # block 0 is vLLM's null block
         modules = [m for m in model.modules() if getattr(m, "layer_idx", None) is not None]
@@ -204,6 +206,12 @@ class PagedDecoder:
         self._rows: RowBatch | None = None
         self._now: list[tuple[_Request, int]] = []
         self._mapping = torch.zeros(0, dtype=torch.int64)
+
+    def _open(self, place: StorePlace, contexts: int, drives: NodeDrives | None) -> OpenStore:
+        """Open the store, with memory of the device for summaries where the options give any."""
+        hold_summary_memory(self.config, self.device)
+        held = held_for_summaries()
+        return open_rank(place, 0, place.counters, contexts, remote=drives, hbm_summaries=held)
 
     def __enter__(self) -> PagedDecoder:
         return self

@@ -189,5 +189,6 @@ def _bytes(
     context = sum(decoder.context_tokens(name) for name in names) / len(names)
     found["hbm_window_computed"] = (held - context) * each
     if needs.bounds:
-        found["dram_bounds_computed"] = context / decoder.config.page_tokens * each
+        tier = "hbm" if decoder.opened.plan.summaries_on_device else "dram"
+        found[f"{tier}_bounds_computed"] = context / decoder.config.page_tokens * each
     return found

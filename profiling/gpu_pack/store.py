@@ -445,8 +445,8 @@ def _whole_store(
     try:
         case.figure("engine", rig.engine)
         if channels == "hbm":
-            places = rig.store.channel_places
-            rig.store.keep_channels(channel_memory(places, layout, rig.geometry, device))
+            places = rig.store.device_places
+            rig.store.keep_on_device(channel_memory(places, layout, rig.geometry, device))
         if channels is None:
             pages = blocks * rig.geometry.kv_pages // 4
             nbytes = pages * rig.geometry.page_bytes

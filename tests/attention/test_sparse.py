@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 from unittest.mock import patch
 
 import numpy as np
@@ -144,7 +144,11 @@ def make_rows(make_store: MakeStore) -> Callable[..., Rows]:
     """Rows whose blocks are all stored, and in DRAM no more."""
 
     def make(
-        places: int = 64, geometry: SlotGeometry = GEOMETRY, *, channels: ChannelTier = "dram"
+        places: int = 64,
+        geometry: SlotGeometry = GEOMETRY,
+        *,
+        channels: ChannelTier = "dram",
+        hbm_summaries: int = 0,
     ) -> Rows:
         rig = make_store(
             geometry,
@@ -152,6 +156,7 @@ def make_rows(make_store: MakeStore) -> Callable[..., Rows]:
             frames=24,
             places=places,
             channels=channels,
+            hbm_summaries=hbm_summaries,
             summarizer=KernelSummaryBuilder(LAYOUT, geometry),
         )
         torch.manual_seed(1)
@@ -474,6 +479,34 @@ def test_pages_in_the_devices_memory_change_no_bit(
         outs.append(made)
     for one, other in zip(*outs, strict=True):
         assert torch.equal(one, other)
+
+
+def test_summaries_in_the_devices_memory_change_no_bit(make_rows: Callable[..., Rows]) -> None:
+    """A tensor stands for it. They come with blocks that are stored, from frames and from slots."""
+    outs: list[list[torch.Tensor]] = []
+    for hbm in (0, 128 << 10):
+        rows = make_rows(hbm_summaries=hbm)
+        table: Any = rows.rig.store._summaries
+        assert table.device_places == table.rows * (hbm > 0)
+        slots, made = np.concatenate(rows.contexts()), []
+        for source in ("stored", "frames", "slots"):
+            if source != "stored":
+                table.forget(slots)
+            if source == "slots":
+                away(rows)
+            chosen = choose(rows)
+            assert (chosen.fetched_summaries.frame > 0) == (source == "frames")
+            assert (chosen.fetched_summaries.ssd > 0) == (source == "slots")
+            for layer in range(LAYERS):
+                out, decode = rows.attend(chosen, Budget(share=0.4), layer, queries_of(layer))
+                assert 0 < decode.counts.selected < decode.counts.context
+                made.append(out)
+            chosen.close()
+        outs.append(made)
+    for one, other in zip(*outs, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(outs[0][0], outs[0][2])
+    assert torch.equal(outs[0][0], outs[0][4])
 
 
 def test_python_does_nothing_page_by_page(make_rows: Callable[..., Rows]) -> None:

@@ -66,6 +66,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "sparse.page_cache": ({"sparse": {"page_cache": "64M"}}, BOUNDS),
     "sparse.hbm_pages": ({"sparse": {"hbm_pages": "64M"}}, BOUNDS),
+    "sparse.hbm_summaries": ({"sparse": {"hbm_summaries": "64M"}}, BOUNDS),
     "sparse.page_policy": ({"sparse": {"page_policy": "frequency"}}, BOUNDS),
     "sparse.prefetch": ({"sparse": {"prefetch": False}}, BOUNDS),
     "sparse.summaries": ({"sparse": {"summaries": "64M"}}, BOUNDS),

@@ -244,6 +244,7 @@ CHANGES_NO_CHOICE: dict[str, object] = {
     "channel_pages": "hbm",
     "exact_below": 5000,
     "hbm_pages": "1MiB",
+    "hbm_summaries": "1MiB",
     "page_cache": "1MiB",
     "page_policy": "decay",
     "prefetch": False,

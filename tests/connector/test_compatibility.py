@@ -83,6 +83,18 @@ def test_drafts_that_page_mode_does_not_serve(
     check_engine(SSDKVConfig.from_extra_config({}), config)
 
 
+def test_summaries_in_memory_that_sleep_takes(configs: dict[str, VllmConfig]) -> None:
+    config = copy.deepcopy(configs["page"])
+    config.model_config.enable_cumem_allocator = True
+    options = {"mode": "page", "selector": "bounds", "hbm_window_tokens": 64}
+    check_engine(SSDKVConfig.from_extra_config(options), config)
+    held = {**options, "sparse": {"hbm_summaries": "1GiB"}}
+    with pytest.raises(UnsupportedError, match=r"hbm_summaries: memory .* --enable-sleep-mode"):
+        check_engine(SSDKVConfig.from_extra_config(held), config)
+    config.model_config.enable_cumem_allocator = False
+    check_engine(SSDKVConfig.from_extra_config(held), config)
+
+
 WITH_X = {"mode": "page", "hbm_window_tokens": 64, "offload": {"x_share": 0.5}}
 
 

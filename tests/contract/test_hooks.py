@@ -134,6 +134,31 @@ def test_backends_may_change_a_layers_spec() -> None:
     assert parameters(AttentionBackend.customize_spec) == ["spec"]
 
 
+def test_what_layers_take_of_a_gpus_memory_is_not_given_to_the_kv_cache() -> None:
+    """Our attention is made with the model, after the first look at free memory and before the
+    second."""
+    from vllm.utils.mem_utils import memory_profiling
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+    from vllm.v1.worker.gpu_worker import Worker
+
+    assert "self.impl = impl_cls(" in inspect.getsource(Attention.__init__)
+    started = inspect.getsource(UniProcExecutor._init_executor)
+    assert started.index("init_device()") < started.index("load_model()")
+    assert "self.init_snapshot = " in inspect.getsource(Worker.init_device)
+    made = inspect.getsource(EngineCore.__init__)
+    assert made.index("executor_class(") < made.index("_initialize_kv_caches(")
+    source = inspect.getsource(EngineCore._initialize_kv_caches)
+    calls = ("determine_available_memory()", "initialize_from_config(")
+    order = [source.index(call) for call in calls]
+    assert order == sorted(order)
+    measured = inspect.getsource(Worker.determine_available_memory)
+    assert "- profile_result.non_kv_cache_memory" in measured
+    used = inspect.getsource(memory_profiling)
+    assert "before_create.free_memory - result.after_profile.free_memory" in used
+    assert "non_kv_cache_memory = result.total_consumed" in used
+
+
 def test_built_in_specs_survive_our_registration() -> None:
     code = (
         "from vllm_ssdkv.connector.kv_cache_spec import register_spec\n"

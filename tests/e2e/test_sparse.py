@@ -17,6 +17,7 @@ from tests.e2e.workload import kv_tokens, page_mode
 from tests.faults import set_faults
 from vllm_ssdkv.connector import active_worker
 from vllm_ssdkv.connector.attention_backend import PagedAttentionImpl, PagedMetadata
+from vllm_ssdkv.connector.worker import device_memory
 from vllm_ssdkv.profiling.recall.recall import MODEL_DIR, Question, Task, ask
 
 WINDOW, CHUNK, BLOCK = 64, 512, 16
@@ -262,3 +263,23 @@ def test_a_window_alone_does_not_know_the_answers(recall: Recall) -> None:
         assert blind.count("sparse_pages_selected") > 0
     finally:
         blind.engine.close()
+
+
+def test_summaries_in_memory_of_the_device(
+    recall: Recall, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A piece of DRAM stands for it: it is taken with the model, and handed to the worker."""
+    monkeypatch.setattr(device_memory, "_is_host", lambda device: False)
+    for size, places in (("16MiB", True), ("1MiB", False)):
+        recall.engine.close()
+        recall.options = {"budget": BUDGET, "hbm_summaries": size}
+        caplog.clear()
+        recall.start()
+        worker: Any = active_worker.worker()
+        assert (worker.store.device_places > 0) == places
+        assert device_memory.held_for_summaries() == 0
+        lines = [line for line in caplog.messages if "sparse.hbm_summaries has room" in line]
+        assert len(lines) == (not places)
+        assert recall.right() == len(QUESTIONS)
+        assert recall.engine.ssdkv("sparse_rows_exact") == 0
+        assert recall.engine.ssdkv("sparse_selections") > 0

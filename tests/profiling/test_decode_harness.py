@@ -29,6 +29,7 @@ from tests.oracles.sparse_attention import (
 from vllm_ssdkv.base.metrics import counter_key
 from vllm_ssdkv.config.engine import SelectorName, SSDKVConfig
 from vllm_ssdkv.connector.kv_layout import paged_geometry
+from vllm_ssdkv.connector.worker import device_memory, worker
 from vllm_ssdkv.profiling.decode_harness import stage
 from vllm_ssdkv.profiling.decode_harness.attention import attention_by
 from vllm_ssdkv.profiling.decode_harness.cells import (
@@ -49,6 +50,7 @@ from vllm_ssdkv.profiling.decode_harness.tokens import (
     check_exact,
     config_of,
     own_tokens,
+    paged_logits,
     prompts,
 )
 from vllm_ssdkv.profiling.gpu_pack.results import (
@@ -462,6 +464,28 @@ def test_without_a_gpu_only_a_rehearsal_runs(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="no CUDA GPU"):
         stage.run(StageRun("decode", ResultLog(tmp_path), rehearsal=False, seconds=10))
+
+
+@pytest.mark.parametrize("selector", ["bounds", "spread"])
+def test_summaries_in_memory_of_a_device_change_no_bit(
+    selector: SelectorName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A piece of DRAM stands for it."""
+    model: Any = make_model(small_config("llama"), CPU, torch.float32)
+    asked, config = prompts(model.config.vocab_size), config_of(selector)
+    wanted = paged_logits(model, config, asked, tmp_path / "dram")
+    monkeypatch.setattr(device_memory, "_is_host", lambda device: False)
+    sparse = {**config.sparse.model_dump(exclude_unset=True), "hbm_summaries": "16MiB"}
+    held = SSDKVConfig.from_extra_config(
+        {**config.model_dump(mode="json", exclude_unset=True), "sparse": sparse}
+    )
+    used: list[object] = []
+    monkeypatch.setattr(worker, "summary_memory", lambda *a: used.append(made := take(*a)) or made)
+    take = device_memory.summary_memory
+    found = paged_logits(model, held, asked, tmp_path / "hbm")
+    assert len(used) == 1
+    assert found[0] == wanted[0]
+    assert torch.equal(found[1], wanted[1])
 
 
 def test_a_layer_of_a_sparse_step_calls_few_functions(tmp_path: Path) -> None:

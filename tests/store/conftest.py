@@ -22,7 +22,7 @@ from tests.store.unhurried import PATIENCE_S, UnhurriedEngine
 from vllm_ssdkv import _io
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.io_engine import EngineOptions, ThrottleRule
-from vllm_ssdkv.connector.worker.device_memory import channel_memory
+from vllm_ssdkv.connector.worker.device_memory import channel_memory, summary_memory
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.store.cache.frames import FrameState
 from vllm_ssdkv.store.devices.data_device import OpenDevice, open_device
@@ -435,6 +435,7 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
         lend: bool = False,
         summary_rows: int = 32,
         channels: ChannelTier = "dram",
+        hbm_summaries: int = 0,
         block_tokens: int = BLOCK_TOKENS,
         faulty: bool = True,
         summarizer: SummaryBuilder | None = None,
@@ -460,7 +461,9 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
             kept = channels != "ssd"
             nbytes = summary_rows * row_bytes(geometry, page_tokens, channels=kept)
             cache = None if lend else places * geometry.page_bytes
-            choice = SparseMemory(page_tokens, slots, cache, nbytes, channels=channels)
+            choice = SparseMemory(
+                page_tokens, slots, cache, nbytes, channels=channels, hbm_summaries=hbm_summaries
+            )
         plan = _plan(geometry, frames, staging, scrub_rate is not None, choice)
         arena = Arena(plan.nbytes)
         arena.view(0, plan.nbytes)[:] = 0xEE
@@ -513,14 +516,19 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
             stretches=None if plain is None else plain.stretches(),
             keeps_unwritten=keeps,
         )
-        if channels == "hbm" and geometry.channel_pages:
+        if plan.summaries_on_device or (channels == "hbm" and geometry.channel_pages):
             tokens = block_tokens // geometry.groups
             head_size = geometry.payload_bytes // (4 * tokens)
             layout = BlockLayout.unpadded(
                 block_tokens, tokens, geometry.heads, head_size, torch.float16
             )
-            device = torch.device("cpu")
-            store.keep_channels(channel_memory(store.channel_places, layout, geometry, device))
+            device, places = torch.device("cpu"), store.device_places
+            held = torch.empty(hbm_summaries, dtype=torch.uint8)
+            store.keep_on_device(
+                summary_memory(held, places, layout, geometry)
+                if plan.summaries_on_device
+                else channel_memory(places, layout, geometry, device)
+            )
         hbm = {} if plain is None else plain
         rig = StoreRig(geometry, store, opened, counters, control, hbm)
         rigs.append(rig)

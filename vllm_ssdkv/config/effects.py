@@ -35,6 +35,11 @@ _SCORES_CHANNELS: Final = Condition(
     lambda config, _: config.scores_channels,
     'mode is "page" and selector "sparf", or "adaptive" or "swarm" with sparse.scorer "sparf"',
 )
+_KEEPS_RECORDS: Final = Condition(
+    lambda config, _: config.keeps_page_records,
+    'mode is "page" and selector "bounds", "window" or "spread", or "adaptive" or "swarm" with '
+    'sparse.scorer "bounds" or "spread", and with "spread" sparse.estimate_rest is false',
+)
 _SCORES_MASS: Final = Condition(
     lambda config, _: config.scores_channels or config.scorer == "spread",
     'mode is "page" and selector "sparf" or "spread", or "adaptive" or "swarm" with one of them as '
@@ -94,6 +99,7 @@ CONDITIONS: Final[Mapping[str, tuple[Condition, ...]]] = {
     "sparse.reuse_similarity": (_CHOOSES, _REUSES),
     "sparse.page_cache": (_CHOOSES,),
     "sparse.hbm_pages": (_CHOOSES,),
+    "sparse.hbm_summaries": (_KEEPS_RECORDS,),
     "sparse.page_policy": (_CHOOSES,),
     "sparse.prefetch": (_CHOOSES,),
     "sparse.summaries": (_CHOOSES,),

@@ -69,8 +69,8 @@ _OF_A_STORE: Final = (
 """Options of a store, which a node has in place of its engines."""
 
 _CHANGE_NO_CHOICE: Final = frozenset(
-    {"channel_pages", "exact_below", "hbm_pages", "page_cache", "page_policy", "prefetch"}
-    | {"summaries"}
+    {"channel_pages", "exact_below", "hbm_pages", "hbm_summaries", "page_cache", "page_policy"}
+    | {"prefetch", "summaries"}
 )
 """Options of the group ``sparse`` that do not change to what a query attends: where pages and
 summaries are kept and when they are read, and which requests choose at all."""
@@ -590,6 +590,12 @@ class SSDKVConfig(OptionModel):
     def scores_channels(self) -> bool:
         """Check whether the selector scores by channels of K: slots hold these twice."""
         return self.scorer == "sparf"
+
+    @property
+    def keeps_page_records(self) -> bool:
+        """Check whether summaries are records of pages without sums of V: the host needs none."""
+        rest = self.scorer == "spread" and self.sparse.estimate_rest
+        return self.selector != "exact" and not self.scores_channels and not rest
 
     @property
     def scorer(self) -> ScorerName:

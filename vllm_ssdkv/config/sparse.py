@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
-from vllm_ssdkv.base.sizes import MIB, SIZE_TEXT, size_or_none
+from vllm_ssdkv.base.sizes import MIB, SIZE_TEXT, parse_size, size_or_none
 from vllm_ssdkv.config.schema import Allowed, OptionModel, Reason
 
 MIN_PART: Final = MIB
@@ -262,6 +262,23 @@ class SparseConfig(ScoringConfig):
             "with less, pages mostly make room for others before they are chosen again."
         ),
     ] = None
+    hbm_summaries: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="Memory of the GPU per worker for the summaries of `bounds`, `window` and "
+            "`spread`, which then need not cross PCIe for every token, nor take a part of "
+            "dram_gib. It is taken before vLLM measures what is left for its KV cache, and counts "
+            "in --gpu-memory-utilization. Summaries stay in DRAM where the GPU has no room for "
+            "this, where it would hold those of fewer blocks than DRAM, and on a CPU. 0: DRAM.",
+        ),
+        Allowed(SIZE_TEXT, is_size=True),
+        BeforeValidator(parse_size),
+        Reason(
+            "0: what it gains was not measured, and the KV cache is smaller by as much. Bounds "
+            "take 1/page_tokens of the KV of all contexts that are chosen from."
+        ),
+    ] = 0
     page_policy: Annotated[
         Literal["lru", "frequency", "decay"],
         Field(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 from vllm.config import get_current_vllm_config_or_none
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -38,6 +39,7 @@ from vllm_ssdkv.connector.compatibility import keeps_dtype, refusal_of_layer
 from vllm_ssdkv.connector.kv_cache_spec import TieredAttentionSpec
 from vllm_ssdkv.connector.names import CONNECTOR
 from vllm_ssdkv.connector.obstacle import Obstacle
+from vllm_ssdkv.connector.worker.device_memory import hold_summary_memory
 from vllm_ssdkv.connector.worker.host_copy import HostCopy
 from vllm_ssdkv.connector.worker.paged_attention import attend_layer, rows_of_step, store_new
 from vllm_ssdkv.kernels.operands.block_layout import (
@@ -180,6 +182,9 @@ class PagedAttentionImpl(AttentionImpl):
                 f"the model has layers with a sliding window of {reach} tokens, and "
                 f"hbm_window_tokens is {config.window_tokens}: set it to {least} or more"
             )
+        if config is not None:
+            # With the model, and before vLLM measures what is left for its KV cache.
+            hold_summary_memory(config, torch.device(current_platform.device_type))
         self.num_heads = num_heads
         self.head_size = head_size
         self.sliding_window = sliding_window

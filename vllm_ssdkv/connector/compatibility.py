@@ -219,6 +219,11 @@ def _page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> Iterator[Obstacl
         yield Obstacle(
             "steps are cut into micro-batches", ("leave out --enable-dbo and --ubatch-size",)
         )
+    if config.sparse.hbm_summaries and config.keeps_page_records and model.enable_cumem_allocator:
+        yield Obstacle(
+            "sparse.hbm_summaries: memory of the GPU loses its content while an engine sleeps",
+            ("leave out --enable-sleep-mode and --enable-cumem-allocator", "leave it out"),
+        )
     workers = vllm_config.parallel_config.tensor_parallel_size
     if config.offload is not None and config.offload.kind == "fpga" and not model.use_mla:
         yield from _fpga(model)

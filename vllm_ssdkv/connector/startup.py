@@ -46,6 +46,7 @@ from vllm_ssdkv.connector.scheduler.speculation import Speculation
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
 from vllm_ssdkv.connector.worker.amx import request_amx
 from vllm_ssdkv.connector.worker.block_comparison import element_type
+from vllm_ssdkv.connector.worker.device_memory import held_for_summaries
 from vllm_ssdkv.connector.worker.node_rank import NodeRank
 from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank, RankAccess
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
@@ -57,7 +58,9 @@ from vllm_ssdkv.node.client.node_drives import (
     with_node_drives,
 )
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
-from vllm_ssdkv.store.format.slot_geometry import round_up
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry, round_up
+from vllm_ssdkv.store.memory.memory_plan import MemoryPlan
+from vllm_ssdkv.store.memory.summary_rows import device_row_bytes
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
 from vllm_ssdkv.store.write_policy import open_write_policy
 
@@ -159,7 +162,14 @@ def _open_files(config: SSDKVConfig, found: _Identity, rank: int, contexts: int)
             config.io.deadline,
         )
     try:
-        opened = open_rank(found.place, rank, counters, contexts, remote=drives)
+        opened = open_rank(
+            found.place,
+            rank,
+            counters,
+            contexts,
+            remote=drives,
+            hbm_summaries=held_for_summaries(),
+        )
     except BaseException:
         if drives is not None:
             drives.close(0.0)
@@ -172,15 +182,29 @@ def _open_files(config: SSDKVConfig, found: _Identity, rank: int, contexts: int)
             lines = opened.describe() + ([] if drives is None else drives.describe())
             if opened.plan.summary_rows:
                 tokens = found.layout.block_tokens
+                where = ", by summaries in HBM" if opened.plan.summaries_on_device else ""
                 lines.append(
                     f"choosing from contexts of {opened.plan.summary_rows * tokens} tokens at a "
-                    f"time; requests that can run have up to {contexts * tokens}"
+                    f"time{where}; requests that can run have up to {contexts * tokens}"
                 )
             logger.info("%s", _summary(config, found, lines))
+            _tell_too_little_hbm(opened.plan, found.layout.geometry)
     except BaseException:
         EmbeddedRank(opened, drives).close()
         raise
     return EmbeddedRank(opened, drives)
+
+
+def _tell_too_little_hbm(plan: MemoryPlan, geometry: SlotGeometry) -> None:
+    """Say so where memory of the GPU is held for summaries, and they lie in DRAM all the same."""
+    if held_for_summaries() and not plan.summaries_on_device:
+        needed = plan.summary_rows * device_row_bytes(geometry)
+        logger.warning(
+            "ssdkv: sparse.hbm_summaries has room for fewer blocks than the %d whose summaries "
+            "DRAM holds, where they stay: give it %s, or 0",
+            plan.summary_rows,
+            format_size(round_up(needed, MIB)),
+        )
 
 
 def _reach_node(config: SSDKVConfig, found: _Identity, rank: int) -> tuple[NodeRank, KVLayout]:

@@ -418,6 +418,7 @@ def open_rank(
     *,
     memory: Callable[[int], Arena] = Arena,
     remote: RemoteDevices | None = None,
+    hbm_summaries: int = 0,
 ) -> OpenStore:
     """Open, lock and claim this rank's data files, then start the engine. Blocks on I/O.
 
@@ -428,6 +429,7 @@ def open_rank(
         contexts: Slots from which running requests choose at most; None: all.
         memory: Makes the arena, of so many bytes.
         remote: Has the slots, where they are not in the data files.
+        hbm_summaries: Bytes of the device that attends which are held for summaries.
 
     Raises:
         StoreLockedError: another engine uses the directory.
@@ -440,7 +442,7 @@ def open_rank(
     manifest = place.manifest()
     geometry = place.geometry
     placement = placement_of(manifest)
-    choice = sparse_memory(place.config, manifest.numbers, contexts)
+    choice = sparse_memory(place.config, manifest.numbers, contexts, hbm_summaries)
     plan = MemoryPlan.of(
         geometry,
         place.config.dram_bytes(place.tp_size),
@@ -498,9 +500,11 @@ def open_rank(
     return found
 
 
-def sparse_memory(config: SSDKVConfig, slots: int, contexts: int | None) -> SparseMemory:
-    """Needs of requests that choose, in DRAM, from a store with so many slots; see
-    :func:`open_rank` for ``contexts``."""
+def sparse_memory(
+    config: SSDKVConfig, slots: int, contexts: int | None, hbm_summaries: int = 0
+) -> SparseMemory:
+    """Needs of requests that choose, in memory, from a store with so many slots; see
+    :func:`open_rank` for ``contexts`` and ``hbm_summaries``."""
     sparse = config.sparse
     return SparseMemory(
         config.page_tokens,
@@ -511,6 +515,7 @@ def sparse_memory(config: SSDKVConfig, slots: int, contexts: int | None) -> Spar
         sparse.channel_pages,
         contexts,
         sparse.budget,
+        hbm_summaries,
     )
 
 

@@ -137,6 +137,7 @@ class TieredStore:
                 plan.summary_rows,
                 num_slots,
                 channels=plan.choice.channels == "dram",
+                records_on_device=plan.summaries_on_device,
             )
             self._fetcher = PageFetcher(files, self._seals, self._pages)
             self._policy = plan.choice.page_policy
@@ -210,19 +211,20 @@ class TieredStore:
         self._x_pages = pages
 
     @property
-    def channel_places(self) -> int:
-        """Channel pages that :meth:`keep_channels` needs memory for."""
-        return 0 if self._summaries is None else self._summaries.channel_places
+    def device_places(self) -> int:
+        """Pages that :meth:`keep_on_device` needs memory for."""
+        return 0 if self._summaries is None else self._summaries.device_places
 
-    def keep_channels(self, memory: DeviceMemory) -> None:
-        """Channel-major K is kept in this memory, before any is kept at all.
+    def keep_on_device(self, memory: DeviceMemory) -> None:
+        """Channel-major K, or the summaries where the plan says so, are kept in this memory, before
+        any are kept at all.
 
         Raises:
-            ValueError: the slots have none, DRAM has it, or the memory is too small.
+            ValueError: the slots have none, DRAM has them, or the memory is too small.
         """
         if self._summaries is None:
             raise ValueError("slots without summaries: nothing can be chosen")
-        self._summaries.keep_channels(memory)
+        self._summaries.keep_on_device(memory)
 
     @property
     def open_frames(self) -> int:

@@ -203,3 +203,35 @@ def test_next_to_all_that_is_divided_without_being_told_may_be_lent(geometry: Sl
     assert (np.diff(np.sort(plan.lent_offsets)) >= geometry.frame_bytes).all()
     exact = MemoryPlan(KV, given_bytes, staging)
     assert 0.96 * exact.frames < plan.frames + len(plan.lent_offsets) <= exact.frames
+
+
+@pytest.mark.parametrize("summaries", [None, 4 << 20])
+def test_summaries_on_a_device_leave_their_dram_to_others(summaries: int | None) -> None:
+    """Where it holds those of as many blocks as DRAM would, or more; else all is as without it."""
+    given_bytes, row = 1 << 28, BOUNDS.summary_pages * BOUNDS.payload_bytes
+    without = SparseMemory(16, 100_000, summaries=summaries, contexts=90_000)
+    before = MemoryPlan(BOUNDS, given_bytes, 1 << 20, choice=without)
+    enough = before.summary_rows * row
+    for held in (enough - 1, enough, 3 * enough):
+        choice = replace(without, hbm_summaries=held)
+        plan = MemoryPlan(BOUNDS, given_bytes, 1 << 20, choice=choice)
+        if held < enough:
+            assert not plan.summaries_on_device
+            assert (plan.summary_rows, plan.frames) == (before.summary_rows, before.frames)
+            assert plan.frame_offset == before.frame_offset
+            continue
+        assert plan.summaries_on_device
+        assert plan.summary_rows == held // row
+        assert plan.frame_offset == plan.summary_offset
+        assert len(plan.summary_runs.firsts) == 0
+        assert plan.page_places > before.page_places
+        assert plan.frames > before.frames
+    plan = MemoryPlan(BOUNDS, given_bytes, 0, choice=replace(without, hbm_summaries=1 << 40))
+    assert plan.summary_rows == 90_000
+
+
+@pytest.mark.parametrize("channels", [True, False])
+def test_the_host_keeps_sums_of_v(channels: bool) -> None:
+    geometry = with_summaries(KV, 16, channels=channels, record="spread_with_values")
+    choice = SparseMemory(16, 100_000, hbm_summaries=1 << 40)
+    assert not MemoryPlan(geometry, 1 << 28, 1 << 20, choice=choice).summaries_on_device

@@ -587,5 +587,5 @@ def test_memory_for_channels_that_cannot_be_used_is_refused(
 ) -> None:
     rig = make_store(geometry, block_tokens=48, channels=tier)
     memory = DeviceMemory(4096, places, lambda source, to: None)
-    with pytest.raises(ValueError, match=f"{places} places for channels"):
-        rig.store.keep_channels(memory)
+    with pytest.raises(ValueError, match=f"{places} places for summaries"):
+        rig.store.keep_on_device(memory)

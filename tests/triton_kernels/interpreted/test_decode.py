@@ -57,5 +57,9 @@ def test_bounds_with_all_of_the_budget_is_dense(make_rows: Callable[..., Rows]) 
     native.test_with_all_of_the_budget_it_is_dense_attention(make_rows, places=16)
 
 
+def test_bounds_in_the_devices_memory_change_no_bit(make_rows: Callable[..., Rows]) -> None:
+    native.test_summaries_in_the_devices_memory_change_no_bit(make_rows)
+
+
 def test_a_row_that_lacks_a_page_is_lost_and_no_other(make_rows: Callable[..., Rows]) -> None:
     native.test_a_row_that_lacks_a_page_is_lost_and_no_other(make_rows)

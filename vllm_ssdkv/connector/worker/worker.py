@@ -50,7 +50,12 @@ from vllm_ssdkv.connector.worker.block_copy import (
     plain_stretches,
     whole_blocks,
 )
-from vllm_ssdkv.connector.worker.device_memory import channel_memory, hot_memory
+from vllm_ssdkv.connector.worker.device_memory import (
+    channel_memory,
+    hot_memory,
+    summary_memory,
+    take_summary_memory,
+)
 from vllm_ssdkv.connector.worker.layer_copy import LayerCopier
 from vllm_ssdkv.connector.worker.layer_projector import LayerProjector
 from vllm_ssdkv.connector.worker.paged_step import PagedStep
@@ -308,6 +313,7 @@ class SSDKVWorker:
     def _use_memory_of(self, device: torch.device) -> None:
         """Take the memory of the device that the options ask for."""
         config, geometry = self.config, self.layout.geometry
+        held = take_summary_memory()
         if config.selector == "exact":
             return
         layout = block_layout(self.layout, config.page_tokens)
@@ -315,8 +321,11 @@ class SSDKVWorker:
             memory = hot_memory(config.sparse.hbm_pages, layout, geometry, device)
             self.store.keep_hot_pages(memory)
         if config.scores_channels and config.sparse.channel_pages == "hbm":
-            places = self.store.channel_places
-            self.store.keep_channels(channel_memory(places, layout, geometry, device))
+            places = self.store.device_places
+            self.store.keep_on_device(channel_memory(places, layout, geometry, device))
+        elif held is not None and self._own.plan.summaries_on_device:
+            places = self.store.device_places
+            self.store.keep_on_device(summary_memory(held, places, layout, geometry))
 
     def _open_fpga(self) -> Backend | None:
         """The FPGA, if the options ask for one."""

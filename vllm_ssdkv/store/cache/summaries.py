@@ -4,9 +4,10 @@ In a slot without channel pages the summary is a record of each page: its *bound
 the largest value of each of K's channels (Quest, Tang et al. 2024), or their mean and variance,
 with which there may be the sum of V. In one with channel pages it is the *sum of V* over the
 block's tokens (SparQ, Ribar et al. 2024, step 5), with the *scales* of K's channels if these are
-int8, and a table may keep the slot's K, channel-major, too: in its rows, or in memory of the device
-that scores. ``docs/format.md`` says where they lie in a slot. Here they lie without padding, so
-that one address per slot and layer is all that a kernel needs.
+int8, and a table may keep the slot's K, channel-major, too. Channels, and records that only kernels
+read, may lie in memory of the device that scores. ``docs/format.md`` says where all of them lie in
+a slot. Here they lie without padding, so that one address per slot and layer is all that a kernel
+needs.
 """
 
 from __future__ import annotations
@@ -46,13 +47,17 @@ class SummaryTable:
         slots: int,
         *,
         channels: bool,
+        records_on_device: bool = False,
     ):
         """``rows`` of :func:`row_bytes` each, in the arena from ``offset`` (bytes, a multiple of
-        64) on; ``slots`` of the store. ``channels``: rows have the slots' channel pages, too."""
+        64) on; ``slots`` of the store. ``channels``: rows have the slots' channel pages, too.
+        ``records_on_device``: nothing lies in the arena, all in what :meth:`keep_on_device` is
+        given. The host must need nothing of it: :func:`only_kernels_read`."""
         self._geometry = geometry
         self.holds_channels = channels and geometry.channel_pages > 0
         """True if channel-major K is kept."""
         self._device: DeviceMemory | None = None
+        self._records_on_device = records_on_device
         self.holds_scales = geometry.scaled_from > 0
         """True if channel-major K is int8, and rows have its scales."""
         self._heads = geometry.heads
@@ -63,13 +68,15 @@ class SummaryTable:
         """Where channel-major K begins in a row."""
         self._channel_bytes = channel_bytes(geometry)
         self._base = arena.address + offset
-        self._memory = arena.view(offset, rows * self._row_bytes).reshape(rows, self._row_bytes)
+        held = 0 if records_on_device else rows
+        self._memory = arena.view(offset, held * self._row_bytes).reshape(held, self._row_bytes)
         # Of each page that is copied to a row: its number, its place in the row, and its bytes.
         number, place, size = [], [], []
         payload = geometry.payload_bytes
-        parts = [
-            (geometry.kv_pages, geometry.summary_pages, 0, summary_bytes(geometry, page_tokens))
-        ]
+        parts = []
+        if not records_on_device:
+            size_in_all = summary_bytes(geometry, page_tokens)
+            parts.append((geometry.kv_pages, geometry.summary_pages, 0, size_in_all))
         if self.holds_channels:
             parts += [
                 (
@@ -104,27 +111,37 @@ class SummaryTable:
     @property
     def channels_on_device(self) -> bool:
         """Check whether channel-major K lies in memory of the device that attends."""
-        return self._device is not None
+        return self.holds_channels and self._device is not None
 
     @property
-    def channel_places(self) -> int:
-        """Channel pages of all rows."""
-        return self.rows * self._geometry.layers * self._geometry.channel_pages
+    def device_places(self) -> int:
+        """Pages of all rows that :meth:`keep_on_device` needs memory for."""
+        return 0 if self.holds_channels else self.rows * self._device_pages
 
-    def keep_channels(self, memory: DeviceMemory) -> None:
-        """Channel-major K lies in this memory of :attr:`channel_places`, for the table's whole
-        life; it must be empty. Copies have ended when ``memory.copy`` returns.
+    @property
+    def _device_pages(self) -> int:
+        """Pages of a slot that lie on the device."""
+        return self._geometry.pages - self._first_on_device
+
+    @property
+    def _first_on_device(self) -> int:
+        """Number of the first page of a slot that lies on the device."""
+        geometry = self._geometry
+        return geometry.kv_pages if self._records_on_device else geometry.first_channel_page(0)
+
+    def keep_on_device(self, memory: DeviceMemory) -> None:
+        """Channel-major K, or the records, lie in this memory of :attr:`device_places`, for the
+        table's whole life; it must be empty. Copies have ended when ``memory.copy`` returns.
 
         Raises:
-            ValueError: slots have no channel pages, rows have them, or places are too few.
+            ValueError: rows have all that slots have, or places are too few.
         """
-        places = self.channel_places
-        if self.holds_channels or not 0 < places <= memory.places:
-            raise ValueError(f"{memory.places} places for channels, where {places} are needed")
-        first = self._geometry.first_channel_page(0)
-        numbers = np.arange(first, self._geometry.pages, dtype=np.int64)
+        places = self.device_places
+        if not 0 < places <= memory.places:
+            raise ValueError(f"{memory.places} places for summaries, where {places} are needed")
+        numbers = np.arange(self._first_on_device, self._geometry.pages, dtype=np.int64)
         self.pages = np.concatenate([self.pages, numbers])
-        self.holds_channels, self._device = True, memory
+        self.holds_channels, self._device = self._geometry.channel_pages > 0, memory
 
     def put(self, slots: NDArray[np.int64], pages: NDArray[np.uint64]) -> None:
         """Take in the summaries of distinct slots [n] from the absolute addresses of their
@@ -172,13 +189,14 @@ class SummaryTable:
 
     def _copy(self, rows: NDArray[np.int32], pages: NDArray[np.uint64]) -> None:
         own = len(self._place)
-        target = self._address(rows)[:, None] + self._place[None, :]
-        sizes = np.broadcast_to(self._size, target.shape)
-        _io.copy(
-            np.ascontiguousarray(pages[:, :own].ravel()),
-            target.ravel(),
-            np.ascontiguousarray(sizes.ravel()),
-        )
+        if own:
+            target = self._address(rows)[:, None] + self._place[None, :]
+            sizes = np.broadcast_to(self._size, target.shape)
+            _io.copy(
+                np.ascontiguousarray(pages[:, :own].ravel()),
+                target.ravel(),
+                np.ascontiguousarray(sizes.ravel()),
+            )
         if self._device is not None and len(rows):
             count = pages.shape[1] - own
             places = rows[:, None] * np.int32(count) + np.arange(count, dtype=np.int32)[None, :]
@@ -200,15 +218,15 @@ class SummaryTable:
 
     def address(self, rows: NDArray[np.int32], layer: int) -> NDArray[np.uint64]:
         """Absolute address of a layer's records in each row, ``[heads, groups, 2, head_size]``."""
+        if self._records_on_device:
+            return self._device_address(rows) + np.uint64(layer * self._layer_bytes)
         return self._address(rows) + np.uint64(layer * self._layer_bytes)
 
     def channels(self, rows: NDArray[np.int32], layer: int) -> NDArray[np.uint64]:
         """Absolute address of a layer's K in each row, ``[heads, head_size, block_tokens]``."""
         if self._device is not None:
-            count = self._geometry.channel_pages
-            place = rows.astype(np.uint64) * np.uint64(self._geometry.layers * count)
-            place += np.uint64(layer * count)
-            return np.uint64(self._device.address) + place * np.uint64(self._geometry.payload_bytes)
+            size = self._geometry.channel_pages * self._geometry.payload_bytes
+            return self._device_address(rows) + np.uint64(layer * size)
         return self._address(rows) + np.uint64(self._channels + layer * self._channel_bytes)
 
     def scales(self, rows: NDArray[np.int32], layer: int) -> NDArray[np.uint64]:
@@ -224,6 +242,13 @@ class SummaryTable:
         records = self._memory[rows, begin : begin + self._heads * self._record]
         used = records.reshape(len(rows), self._heads, self._record)[..., : 4 * head_size]
         return np.ascontiguousarray(used).view(np.float32)
+
+    def _device_address(self, rows: NDArray[np.int32]) -> NDArray[np.uint64]:
+        """Absolute address of what the device has of each row."""
+        if self._device is None:
+            raise ValueError("summaries lie on a device, of which there is no memory yet")
+        size = self._device_pages * self._geometry.payload_bytes
+        return np.uint64(self._device.address) + rows.astype(np.uint64) * np.uint64(size)
 
     def _address(self, rows: NDArray[np.int32]) -> NDArray[np.uint64]:
         return np.uint64(self._base) + rows.astype(np.uint64) * np.uint64(self._row_bytes)

@@ -12,7 +12,12 @@ from vllm_ssdkv.base.errors import DramTooSmallError
 from vllm_ssdkv.base.sizes import MIB, approximate_size, format_size
 from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, SlotGeometry, round_up
 from vllm_ssdkv.store.format.superblock import BLOCK_BYTES, COPY_OFFSETS
-from vllm_ssdkv.store.memory.summary_rows import ChannelTier, row_bytes
+from vllm_ssdkv.store.memory.summary_rows import (
+    ChannelTier,
+    device_row_bytes,
+    only_kernels_read,
+    row_bytes,
+)
 
 PageEvictionPolicy = Literal["lru", "frequency", "decay"]
 """``lru``: used longest ago. ``frequency``: least score of Swarm (equation 6 in the corrected form
@@ -100,10 +105,11 @@ class SparseMemory:
             :data:`CACHE_SHARE` and :data:`SUMMARY_SHARE` say.
         page_policy: Which single page makes room for another.
         channels: Where channel pages are kept, where slots have any: with the summaries, in memory
-            of the device that attends, of which ``TieredStore.keep_channels`` is told, or nowhere
+            of the device that attends, of which ``TieredStore.keep_on_device`` is told, or nowhere
             but on SSD. In ``summaries`` they count wherever they are kept.
         contexts: Slots from which running requests choose at most; None: all.
         budget: Share of a context that is chosen; about, where the options give tokens instead.
+        hbm_summaries: Bytes of the device that attends which are held for summaries of pages.
     """
 
     page_tokens: int
@@ -114,6 +120,7 @@ class SparseMemory:
     channels: ChannelTier = "dram"
     contexts: int | None = None
     budget: float = 0.125
+    hbm_summaries: int = 0
 
     def rows(self, geometry: SlotGeometry, nbytes: int) -> int:
         """Slots whose summaries are kept, given the bytes for these, single pages and frames."""
@@ -127,6 +134,12 @@ class SparseMemory:
             chosen = self.chosen_places(geometry) * geometry.page_bytes
             share = max(share, row / (row + chosen))
         return max(1, min(self._most_slots, int(share * nbytes) // row))
+
+    def rows_on_device(self, geometry: SlotGeometry) -> int:
+        """Slots whose summaries the device that attends has memory for, if it may have them."""
+        if not only_kernels_read(geometry):
+            return 0
+        return min(self._most_slots, self.hbm_summaries // device_row_bytes(geometry))
 
     def places(self, geometry: SlotGeometry, nbytes: int) -> int:
         """Single pages that are kept, given the bytes for these and frames."""
@@ -191,7 +204,8 @@ class MemoryPlan:
     Images, of ``image_bytes`` each, are on their way to the devices: encrypted slots, or tails of
     slots. ``tails`` are made for the table of summaries. ``page_runs`` and ``summary_runs`` are
     those of the single pages and of the summaries that may serve as frames; a choice takes
-    ``chosen_places`` single pages per slot of its context.
+    ``chosen_places`` single pages per slot of its context. With ``summaries_on_device`` summaries
+    take no DRAM: the device holds those of as many slots as DRAM would, or more.
 
     Raises DramTooSmallError when the DRAM given is too small for the slot size.
     """
@@ -284,14 +298,18 @@ class MemoryPlan:
         self.choice = choice
         self.page_places = self.summary_rows = summaries = least = 0
         self.chosen_places = 0.0
+        self.summaries_on_device = False
         if choice is not None:
             self.chosen_places = choice.chosen_places(geometry)
             row, page = choice.row_bytes(geometry), geometry.page_bytes
             least = choice.least_places(geometry)
             left = dram_bytes - self.page_offset - MIN_FRAMES * geometry.frame_bytes - least * page
             given = 0 if choice.page_cache is None else max(0, choice.page_cache - least * page)
-            self.summary_rows = choice.rows(geometry, max(0, left - given))
-            summaries = round_up(self.summary_rows * row, PAGE_ALIGN)
+            in_dram = choice.rows(geometry, max(0, left - given))
+            self.summary_rows = max(in_dram, choice.rows_on_device(geometry))
+            self.summaries_on_device = choice.rows_on_device(geometry) >= in_dram
+            if not self.summaries_on_device:
+                summaries = round_up(self.summary_rows * row, PAGE_ALIGN)
             more = choice.places(geometry, max(0, left - summaries))
             self.page_places = max(least, more)
         # Nothing is lent of what has a size that is given, or goes with memory of a device.
@@ -299,7 +317,7 @@ class MemoryPlan:
         if choice is not None and choice.page_cache is None:
             places = self.page_places - max(least, int(KEPT_SHARE * self.page_places))
         if choice is not None and choice.summaries is None and choice.channels != "hbm":
-            rows = self.summary_rows
+            rows = 0 if self.summaries_on_device else self.summary_rows
         page, row = geometry.page_bytes, 1 if choice is None else choice.row_bytes(geometry)
         self.summary_offset = self.page_offset + self.page_places * page
         frame = geometry.frame_bytes
@@ -310,14 +328,17 @@ class MemoryPlan:
         self.frame_offset = self.summary_offset + summaries
         self.frames = (dram_bytes - self.frame_offset) // geometry.frame_bytes
         if self.frames < MIN_FRAMES:
-            needed = self.frame_offset + MIN_FRAMES * geometry.frame_bytes
-            raise DramTooSmallError(
-                f"dram_gib gives each worker {approximate_size(dram_bytes)}, which holds "
-                f"{max(0, self.frames)} blocks of {approximate_size(geometry.frame_bytes)}; give "
-                f"at least {format_size(round_up(needed, MIB))} per worker (dram_gib)",
-                needed,
-            )
+            raise self._too_small(geometry, dram_bytes)
         self.nbytes = self.frame_offset + self.frames * geometry.frame_bytes
+
+    def _too_small(self, geometry: SlotGeometry, dram_bytes: int) -> DramTooSmallError:
+        needed = self.frame_offset + MIN_FRAMES * geometry.frame_bytes
+        return DramTooSmallError(
+            f"dram_gib gives each worker {approximate_size(dram_bytes)}, which holds "
+            f"{max(0, self.frames)} blocks of {approximate_size(geometry.frame_bytes)}; give "
+            f"at least {format_size(round_up(needed, MIB))} per worker (dram_gib)",
+            needed,
+        )
 
     @property
     def lent_offsets(self) -> NDArray[np.uint64]:

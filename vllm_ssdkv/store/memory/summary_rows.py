@@ -64,6 +64,17 @@ def channel_bytes(geometry: SlotGeometry) -> int:
     return geometry.pages_per_layer * geometry.payload_bytes // 2 // (geometry.scaled_from or 1)
 
 
+def only_kernels_read(geometry: SlotGeometry) -> bool:
+    """Check whether the host needs nothing of the summaries: no sum of V, which it adds up."""
+    records_only = geometry.summary_pages > 0 and not geometry.channel_pages
+    return records_only and geometry.record != "spread_with_values"
+
+
+def device_row_bytes(geometry: SlotGeometry) -> int:
+    """Bytes that the summaries of one slot take in memory of a device: whole pages."""
+    return geometry.summary_pages * geometry.payload_bytes
+
+
 def row_bytes(geometry: SlotGeometry, page_tokens: int, *, channels: bool) -> int:
     """Bytes that one slot takes in a table, which holds the slot's ``channels``, or does not."""
     size = round_up(summary_bytes(geometry, page_tokens), ROW_ALIGN)
