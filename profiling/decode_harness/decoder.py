@@ -145,8 +145,7 @@ class PagedDecoder:
             SSDKVError: the store cannot be opened.
         """
         self.model, self.device, self.room = model, model.device, room
-        self.durable = durable
-        self._pass = Forward(model)
+        self.durable, self._pass = durable, Forward(model)
         self.timer: AttentionTimer | None = None
         self._parts: PartClock | None = None
         shape = model.config
