@@ -149,6 +149,10 @@ def groups(scale: Scale) -> list[Group]:
         found.append(Group("hbm", "sdpa", context, requests, layers, _FULL))
         found.append(Group("hbm", "exact", context, requests, layers, _KERNEL))
         found.append(Group("dram", "bounds", context, requests, layers, BY_BOUNDS))
+        if context == scale.contexts[0][0]:
+            held = ("hbm_summaries", _text(_bounds_bytes(scale, context, requests)))
+            note, cases = ", bounds in HBM", BY_BOUNDS[1:2]
+            found.append(Group("dram", "bounds", context, requests, layers, cases, note, (held,)))
         if requests == 1 and context == scale.contexts[0][0]:
             found.append(Group("dram", "sparf", context, requests, layers, BY_CHANNELS))
             found.append(Group("ssd", "bounds", *scale.drive, layers, BY_BOUNDS[:2]))
@@ -173,6 +177,13 @@ def groups(scale: Scale) -> list[Group]:
 def _chosen_bytes(scale: Scale, context: int, requests: int) -> int:
     """Bytes that all requests choose in one step, in all layers."""
     return int(BUDGET * context * requests * kv_bytes_per_token(scale.config, scale.dtype))
+
+
+def _bounds_bytes(scale: Scale, context: int, requests: int) -> int:
+    """Bytes of the bounds of all contexts, in whole pages, and of some blocks more."""
+    room = scale.room(context, requests)
+    kv = (room.blocks + SPARE_FRAMES) * room.block_tokens
+    return int(kv * kv_bytes_per_token(scale.config, scale.dtype)) // SSDKVConfig().page_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,5 +274,6 @@ def needed(scale: Scale, group: Group, layers: int) -> Needed:
         return Needed(kv, 0, 0, kv)
     config = options(scale, group, layers)
     window = (group.requests * (scale.window + 1024) + 1024) * each
+    window += config.sparse.hbm_summaries
     dram = config.dram_bytes(1)
     return Needed(window, dram, int(1.02 * kv * (1.6 if group.kind == "sparf" else 1.1)), kv)
