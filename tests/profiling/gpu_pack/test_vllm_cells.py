@@ -169,6 +169,7 @@ class TestOperators:
         asked = ["torch_call_dispatcher", "aoti_torch_get_current_cuda_stream", "no_such_name"]
         assert missing_symbols(asked) == asked[1:]
 
+    @pytest.mark.slow
     def test_stand_ins_take_the_place_of_those_that_do_not_load(
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
@@ -196,6 +197,7 @@ class TestOperators:
         assert {path.name for path in (tmp_path / "vllm").iterdir()} == {Path(OPERATORS).name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["fork", "spawn"])
 def test_a_process_that_hangs_is_ended(
     way: vllm_forks.Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
