@@ -36,6 +36,8 @@ CHUNK = 256
 BLOCK = 32
 MARGIN = 1 / 5
 """Of the tolerance: rounding may not come nearer to an alarm."""
+CHOOSES = {"selector": "bounds", "sparse": {"exact_below": 1 << 20}}
+"""The store is one to choose from, and requests are too short to: their answers are exact."""
 PROMPTS = prompts((1400, 700, 333, 650), seed=21)
 HITS = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS]
 SHORT = [hit - BLOCK for hit in HITS]
@@ -143,10 +145,11 @@ class Rig:
     def engine(self, lora: LoRARequest | None = None) -> Iterator[Engine]:
         """One that holds an adapter from the start: its first request finds something, too."""
         make = reuse_mode if self.mode == "reuse" else page_mode
+        chosen = CHOOSES if self.mode == "sparse" else {}
         size = 16384 if self.mode == "reuse" else 2 * kv_tokens(128, CHUNK)
         with Engine(
             self.model,
-            ssdkv={**make(self.place), "verify_hits": 256},
+            ssdkv={**make(self.place), **chosen, "verify_hits": 256},
             kv_tokens=size,
             max_num_batched_tokens=CHUNK,
             worker_extension_cls=EXTENSION,
@@ -229,9 +232,12 @@ def stock(
 @pytest.mark.usefixtures("blind")
 @pytest.mark.parametrize(
     ("mode", "names"),
-    [("page", ["kernel"])]
+    [("page", ["kernel"]), ("sparse", ["kernel"])]
     if not SOAK_ROUNDS
-    else [pytest.param(mode, list(CHANGES), marks=pytest.mark.soak) for mode in ("reuse", "page")],
+    else [
+        pytest.param(mode, list(CHANGES), marks=pytest.mark.soak)
+        for mode in ("reuse", "page", "sparse")
+    ],
 )
 def test_changes_that_no_digest_sees_suspend_the_store(
     mode: str, names: list[str], models: dict[str, Path], devices: Devices, log: list[str]
@@ -292,14 +298,17 @@ class Kind:
     ranks: int = 1
     lora: bool = False
     drafts: bool = False
+    selects: bool = False
 
     def __str__(self) -> str:
         more = " lora" * self.lora + " eagle" * self.drafts + f" tp{self.ranks}" * (self.ranks > 1)
+        more += " bounds" * self.selects
         return f"{self.model} {self.dtype} {self.mode} {self.chunk}{more}"
 
 
 KINDS = (
     Kind("llama", "bfloat16", "page", 128),
+    Kind("llama", "bfloat16", "page", 128, selects=True),
     Kind("llama", "bfloat16", "reuse", 512),
     Kind("llama", "float32", "page", 512),
     Kind("llama", "float32", "reuse", 96),
@@ -342,7 +351,7 @@ def verify_many(engine: Engine, kind: Kind, wanted: int, lora: LoRARequest | Non
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS] if SOAK_ROUNDS else KINDS[:1],
+    [pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS] if SOAK_ROUNDS else KINDS[:2],
     ids=str,
 )
 def test_rounding_is_no_difference(
@@ -364,6 +373,7 @@ def test_rounding_is_no_difference(
     place = devices(1, "1GiB")
     store = reuse_mode(place) if kind.mode == "reuse" else page_mode(place)
     store |= {"dram_gib": "32MiB"} if kind.ranks > 1 else {}
+    store |= {"selector": "bounds", "sparse": {"exact_below": 0}} if kind.selects else {}
     size = 32768 if kind.mode == "reuse" else BATCH * kv_tokens(128, kind.chunk)
     # Workers look for the extension, too: behind the package that is installed.
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])

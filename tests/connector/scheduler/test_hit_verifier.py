@@ -18,7 +18,7 @@ from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState
 BLOCKS = 100 // BLOCK
 
 
-@pytest.fixture(params=["page", "reuse"])
+@pytest.fixture(params=["page", "reuse", "sparse"])
 def make(request: pytest.FixtureRequest) -> Make:
     found: Make = request.getfixturevalue(request.param)
     return found
@@ -73,6 +73,21 @@ def test_a_hit_of_one_block_is_not_verified(make: Make) -> None:
     stored(run, prompt(20))
     assert ask(run, "a", prompt(20)) == 1
     assert verified(run) == 0
+
+
+def test_a_hit_that_ends_in_decoded_blocks_is_not_verified(sparse: Make) -> None:
+    """They were decoded from a part of their context, and a prompt attends to all of it."""
+    run = sparse(slots=80, hbm_blocks=60, verify_hits=1)
+    run.add("a", prompt(100), 3 * BLOCK)
+    run.run()
+    run.empty_hbm()
+    answer = run.requests["a"].output_token_ids
+    longer = [*prompt(100), *answer, *prompt(10, 5)]
+    assert ask(run, "b", longer) > BLOCKS
+    assert verified(run) == 0
+    assert ask(run, "c") == BLOCKS - 1
+    assert verified(run) == 1
+    end(run, "a", "b", "c")
 
 
 def test_hits_that_cannot_be_verified_put_it_off(make: Make) -> None:

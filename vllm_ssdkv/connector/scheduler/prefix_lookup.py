@@ -112,9 +112,11 @@ class PrefixLookup:
             being_computed(self._parts.requests.values(), self._loads),
             hit.besides,
         )
-        blocks = self._verifier.shorten(
-            request, keys, first, blocks, lambda count: self._usable(keys, first, count)
-        )
+        decoded = self._identities.keys.decoded_from(request)
+        if decoded is None or first + blocks <= decoded:  # others are not what a prompt makes
+            blocks = self._verifier.shorten(
+                request, keys, first, blocks, lambda count: self._usable(keys, first, count)
+            )
         reason = self._policy.admit_hit(request, first, first + blocks) if blocks else None
         if reason is not None:
             return Wait(reason)

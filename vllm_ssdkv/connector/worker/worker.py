@@ -256,6 +256,7 @@ class SSDKVWorker:
                 frozenset()
                 if self.layout.has_states
                 else layers_of_tokens(self.layout.layer_names, routed=self._model.routed),
+                self.block_layout if self.config.orders_tokens else None,
             )
         self._timer = StepTimer(caches[0].device)
         if caches[0].is_cuda:
