@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from vllm.lora.request import LoRARequest
 
 from tests.conftest import SOAK_ROUNDS
+from tests.e2e.bench import HANG_S
 from tests.e2e.deviations import EXTENSION
 from tests.e2e.drafters import eagle
 from tests.e2e.engine import Engine
@@ -188,6 +190,19 @@ class Rig:
             assert engine.ssdkv("verified_hits", result="same") == times * FIRST_HITS
         assert engine.ssdkv("store_suspended") == 0
 
+    def check_one_block(self, engine: Engine) -> None:
+        """A hit of one block is computed, and compared when the stored one has come: where the
+        request has ended before, the next one is to be."""
+        before = engine.ssdkv("verified_hits", result="same")
+        end = time.monotonic() + HANG_S
+        while engine.ssdkv("verified_hits", result="same") == before:
+            assert time.monotonic() < end
+            (answer,) = engine.answers([PROMPTS[0][: BLOCK + 5]])
+            assert answer.cached == 0
+            engine.settle()
+            assert engine.llm.reset_prefix_cache()
+        assert engine.ssdkv("store_suspended") == 0
+
     def check_suspended(
         self,
         engine: Engine,
@@ -256,6 +271,7 @@ def test_changes_that_no_digest_sees_suspend_the_store(
         rig.resume()
     with rig.engine() as engine:
         rig.check_found(engine, right)
+        rig.check_one_block(engine)
 
 
 @pytest.mark.soak

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_ssdkv.base.wait_reason import WaitReason
+from vllm_ssdkv.connector.messages import COMPARED
 from vllm_ssdkv.connector.scheduler.admission_slots import AdmissionSlots
 from vllm_ssdkv.connector.scheduler.match import Hit, Match, Miss, Wait
 from vllm_ssdkv.connector.scheduler.mode_policy import ModePolicy
@@ -135,6 +136,11 @@ class PrefixLookup:
         block_ids = blocks.get_block_ids()
         if external:
             self._plan_load(state, block_ids, external // self._block)
+        else:
+            compared = self._verifier.load_beside(state.request_id)
+            if compared is not None:
+                self._index.pin(compared.slots)
+                self._loads.start(COMPARED, compared)
         own = self._in_hbm + external // self._block
         self._identities.allocated(state.request, own, block_ids)
         self._loads.probe(state.request)

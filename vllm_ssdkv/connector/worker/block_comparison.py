@@ -77,16 +77,16 @@ class StoredBlocks:
     def __init__(self) -> None:
         self._frames: dict[tuple[str, int, int], NDArray[np.uint8]] = {}
 
-    def keep(self, request_id: str, slot: int, epoch: int, frame: NDArray[np.uint8]) -> None:
-        """A block was loaded for a request; the oldest ones may have to go."""
-        self._frames.pop((request_id, slot, epoch), None)
+    def keep(self, load: str, slot: int, epoch: int, frame: NDArray[np.uint8]) -> None:
+        """A load has brought a block; the oldest ones may have to go."""
+        self._frames.pop((load, slot, epoch), None)
         while self._frames and (len(self._frames) + 1) * frame.nbytes > MOST_BYTES:
             del self._frames[next(iter(self._frames))]
-        self._frames[request_id, slot, epoch] = frame
+        self._frames[load, slot, epoch] = frame
 
-    def take(self, request_id: str, slot: int, epoch: int) -> NDArray[np.uint8] | None:
-        """The frame of a block, uint8; None: it had to go."""
-        return self._frames.pop((request_id, slot, epoch), None)
+    def take(self, load: str, slot: int, epoch: int) -> NDArray[np.uint8] | None:
+        """The frame of a block, uint8; None: it had to go, or did not come."""
+        return self._frames.pop((load, slot, epoch), None)
 
 
 class BlockComparer:
