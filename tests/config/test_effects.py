@@ -23,6 +23,7 @@ ALWAYS = {
     "recover",
     "on_reset",
     "dram_gib",
+    "verify_hits",
     "admission",
     "nodes",
     "node_keys",
@@ -45,7 +46,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "hbm_window_tokens": ({"hbm_window_tokens": 64}, PAGE),
     "page_tokens": ({"page_tokens": 32}, PAGE),
     "load": ({"load": "auto", "mode": "page"}, {"mode": "reuse"}),
-    "verify_hits": ({"verify_hits": 16, **BOUNDS}, {"selector": "exact"}),
     "trim": ({"trim": True}, {"devices": ["/dev/raw"], "state_dir": "/state"}),
     "devices[].weight": (
         {"devices": [{"path": "/a", "weight": 2}]},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from vllm.lora.request import LoRARequest
 
 from tests.conftest import SOAK_ROUNDS
+from tests.e2e.bench import HANG_S
 from tests.e2e.deviations import EXTENSION
 from tests.e2e.drafters import eagle
 from tests.e2e.engine import Engine
@@ -36,6 +38,8 @@ CHUNK = 256
 BLOCK = 32
 MARGIN = 1 / 5
 """Of the tolerance: rounding may not come nearer to an alarm."""
+CHOOSES = {"selector": "bounds", "sparse": {"exact_below": 1 << 20}}
+"""The store is one to choose from, and requests are too short to: their answers are exact."""
 PROMPTS = prompts((1400, 700, 333, 650), seed=21)
 HITS = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS]
 SHORT = [hit - BLOCK for hit in HITS]
@@ -143,10 +147,11 @@ class Rig:
     def engine(self, lora: LoRARequest | None = None) -> Iterator[Engine]:
         """One that holds an adapter from the start: its first request finds something, too."""
         make = reuse_mode if self.mode == "reuse" else page_mode
+        chosen = CHOOSES if self.mode == "sparse" else {}
         size = 16384 if self.mode == "reuse" else 2 * kv_tokens(128, CHUNK)
         with Engine(
             self.model,
-            ssdkv={**make(self.place), "verify_hits": 256},
+            ssdkv={**make(self.place), **chosen, "verify_hits": 256},
             kv_tokens=size,
             max_num_batched_tokens=CHUNK,
             worker_extension_cls=EXTENSION,
@@ -183,6 +188,19 @@ class Rig:
         for times in (1, 2):
             self.ask(engine, wanted, SHORT, lora)
             assert engine.ssdkv("verified_hits", result="same") == times * FIRST_HITS
+        assert engine.ssdkv("store_suspended") == 0
+
+    def check_one_block(self, engine: Engine) -> None:
+        """A hit of one block is computed, and compared when the stored one has come: where the
+        request has ended before, the next one is to be."""
+        before = engine.ssdkv("verified_hits", result="same")
+        end = time.monotonic() + HANG_S
+        while engine.ssdkv("verified_hits", result="same") == before:
+            assert time.monotonic() < end
+            (answer,) = engine.answers([PROMPTS[0][: BLOCK + 5]])
+            assert answer.cached == 0
+            engine.settle()
+            assert engine.llm.reset_prefix_cache()
         assert engine.ssdkv("store_suspended") == 0
 
     def check_suspended(
@@ -229,9 +247,12 @@ def stock(
 @pytest.mark.usefixtures("blind")
 @pytest.mark.parametrize(
     ("mode", "names"),
-    [("page", ["kernel"])]
+    [("page", ["kernel"]), ("sparse", ["kernel"])]
     if not SOAK_ROUNDS
-    else [pytest.param(mode, list(CHANGES), marks=pytest.mark.soak) for mode in ("reuse", "page")],
+    else [
+        pytest.param(mode, list(CHANGES), marks=pytest.mark.soak)
+        for mode in ("reuse", "page", "sparse")
+    ],
 )
 def test_changes_that_no_digest_sees_suspend_the_store(
     mode: str, names: list[str], models: dict[str, Path], devices: Devices, log: list[str]
@@ -250,6 +271,7 @@ def test_changes_that_no_digest_sees_suspend_the_store(
         rig.resume()
     with rig.engine() as engine:
         rig.check_found(engine, right)
+        rig.check_one_block(engine)
 
 
 @pytest.mark.soak
@@ -292,14 +314,17 @@ class Kind:
     ranks: int = 1
     lora: bool = False
     drafts: bool = False
+    selects: bool = False
 
     def __str__(self) -> str:
         more = " lora" * self.lora + " eagle" * self.drafts + f" tp{self.ranks}" * (self.ranks > 1)
+        more += " bounds" * self.selects
         return f"{self.model} {self.dtype} {self.mode} {self.chunk}{more}"
 
 
 KINDS = (
     Kind("llama", "bfloat16", "page", 128),
+    Kind("llama", "bfloat16", "page", 128, selects=True),
     Kind("llama", "bfloat16", "reuse", 512),
     Kind("llama", "float32", "page", 512),
     Kind("llama", "float32", "reuse", 96),
@@ -342,7 +367,7 @@ def verify_many(engine: Engine, kind: Kind, wanted: int, lora: LoRARequest | Non
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS] if SOAK_ROUNDS else KINDS[:1],
+    [pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS] if SOAK_ROUNDS else KINDS[:2],
     ids=str,
 )
 def test_rounding_is_no_difference(
@@ -364,6 +389,7 @@ def test_rounding_is_no_difference(
     place = devices(1, "1GiB")
     store = reuse_mode(place) if kind.mode == "reuse" else page_mode(place)
     store |= {"dram_gib": "32MiB"} if kind.ranks > 1 else {}
+    store |= {"selector": "bounds", "sparse": {"exact_below": 0}} if kind.selects else {}
     size = 32768 if kind.mode == "reuse" else BATCH * kv_tokens(128, kind.chunk)
     # Workers look for the extension, too: behind the package that is installed.
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])

@@ -55,10 +55,6 @@ _SHARE_COUNTS: Final = Condition(
 _REUSES: Final = Condition(
     lambda _, sparse: sparse.reuse_steps > 1, "sparse.reuse_steps is above 1"
 )
-_EXACT: Final = Condition(
-    lambda config, _: config.selector == "exact",
-    'selector is "exact": others store what they decoded from a part of the context',
-)
 _STAGES: Final = Condition(
     lambda config, _: config.stages, 'mode is "page", or encryption is given a key'
 )
@@ -83,7 +79,6 @@ CONDITIONS: Final[Mapping[str, tuple[Condition, ...]]] = {
     "hbm_window_tokens": (_PAGE,),
     "page_tokens": (_PAGE,),
     "load": (_MAY_COMPUTE,),
-    "verify_hits": (_EXACT,),
     "trim": (_RAW,),
     "devices[].weight": (_SEVERAL,),
     "sparse.budget": (_CHOOSES, _SHARE_COUNTS),

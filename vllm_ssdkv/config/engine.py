@@ -333,8 +333,7 @@ class SSDKVConfig(OptionModel):
             "a reset of the cache are verified: the last block of the hit is computed although it "
             "is stored, and compared. If they differ by more than rounding, the store is "
             "suspended: nothing is found in it any more, what was stored up to the last good one "
-            "stays, an alert goes off, and `ssdkv resume` takes it back. 0: none is. With a sparse "
-            "selector none is either.",
+            "stays, an alert goes off, and `ssdkv resume` takes it back. 0: none is.",
         ),
         Reason(
             "256: KV of other weights or settings is kept out by the keys; this finds what no list "

@@ -32,7 +32,10 @@ PROMOTION = "ssdkv promotion"
 FETCH = "ssdkv fetch"
 """Name of loads of what is to be rewritten from frames."""
 
-INTO_DRAM = frozenset({PROMOTION, FETCH})
+COMPARED = "ssdkv compared"
+"""Name of loads of a block that a request computes meanwhile, to compare the two."""
+
+INTO_DRAM = frozenset({PROMOTION, FETCH, COMPARED})
 """Loads that bring whole blocks into DRAM, and share the devices with every step meanwhile."""
 
 BACKGROUND = INTO_DRAM | {PROBE}
@@ -158,13 +161,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A block that this step computes although it is stored: compare the two.
+    """A block that was computed although it is stored: compare the two.
 
     Attributes:
         request_id: Whose block it is.
         slot, epoch: Where it is stored.
         layers: It holds KV of so many, the first ones of a slot.
         block_id: HBM block, complete when the step ends.
+        load: Name of the load that brought the stored one.
         fence_block: HBM block from which on the request is computed again where they differ; 0: it
             cannot be.
     """
@@ -174,6 +178,7 @@ class Comparison:
     epoch: int
     layers: int
     block_id: int
+    load: str
     fence_block: int
 
 

@@ -310,9 +310,6 @@ def _with_hits_to_verify(config: SSDKVConfig, layout: KVLayout) -> SSDKVConfig:
             layout.cache_dtype,
         )
         return config.model_copy(update={"verify_hits": 0})
-    if config.selector != "exact":
-        # Blocks that were decoded from a part of their context are not what a prompt would make.
-        return config.model_copy(update={"verify_hits": 0})
     return config
 
 

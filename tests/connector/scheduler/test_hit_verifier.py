@@ -11,6 +11,7 @@ from tests.connector.rank import BLOCK
 from tests.connector.simulation import Simulation
 from vllm_ssdkv.base.errors import StoreError, StoreFailedError
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.connector.messages import COMPARED
 from vllm_ssdkv.connector.scheduler.hit_verifier import FIRST_HITS
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
 from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState
@@ -18,7 +19,7 @@ from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState
 BLOCKS = 100 // BLOCK
 
 
-@pytest.fixture(params=["page", "reuse"])
+@pytest.fixture(params=["page", "reuse", "sparse"])
 def make(request: pytest.FixtureRequest) -> Make:
     found: Make = request.getfixturevalue(request.param)
     return found
@@ -68,21 +69,97 @@ def test_none_are_verified(make: Make) -> None:
     assert verified(run) == 0
 
 
-def test_a_hit_of_one_block_is_not_verified(make: Make) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+def test_a_hit_of_one_block_is_computed_while_it_is_loaded(
+    make: Make, depth: int, ranks: int
+) -> None:
+    run = make(slots=60, hbm_blocks=60, depth=depth, ranks=ranks, verify_hits=100)
+    stored(run, prompt(20))
+    began = [ask(run, str(number), prompt(20)) for number in range(FIRST_HITS + 2)]
+    assert began == [*[0] * FIRST_HITS, 1, 1]
+    assert verified(run) == FIRST_HITS * ranks
+    names = [load.request_id for plan in run.plans for load in plan.loads]
+    assert names.count(COMPARED) == FIRST_HITS
+    end(run, *map(str, range(FIRST_HITS + 2)))
+
+
+def test_a_stored_block_that_comes_late_is_compared_then(make: Make) -> None:
     run = make(slots=60, hbm_blocks=60, verify_hits=1)
     stored(run, prompt(20))
-    assert ask(run, "a", prompt(20)) == 1
-    assert verified(run) == 0
+    run.add("a", prompt(20), 8)
+    for _ in range(4):
+        run.step()
+    assert run.delivered["a"]
+    assert not any(plan.compare for plan in run.plans)
+    end(run, "a")
+    assert verified(run) == 1
 
 
-def test_hits_that_cannot_be_verified_put_it_off(make: Make) -> None:
-    """To the first one that can."""
-    run = make(slots=80, hbm_blocks=60, verify_hits=100)
-    stored(run, prompt(20), prompt(100, 7))
+@pytest.mark.parametrize("steps", range(5))
+def test_a_request_that_ends_before_its_block_has_come_leaves_nothing(
+    make: Make, steps: int
+) -> None:
+    run = make(slots=60, hbm_blocks=60, verify_hits=1)
+    stored(run, prompt(20))
+    run.add("a", prompt(20), 8)
+    for _ in range(steps):
+        run.step()
+    run.abort("a")
+    run.run()
+    run.check_idle()
+    assert verified(run) == verified(run, "differs") == 0
+    run.empty_hbm()
+    ask(run, "b", prompt(20))
+    assert verified(run) == 1
+
+
+def test_one_block_at_a_time_is_loaded_beside_requests(make: Make) -> None:
+    run = make(slots=60, hbm_blocks=60, verify_hits=100)
+    stored(run, prompt(20), prompt(20, 7))
+    run.add("a", prompt(20), 8)
+    run.step()
+    run.add("b", prompt(20, 7), 8)
+    end(run, "a", "b")
+    assert [run.began[name] // BLOCK for name in "ab"] == [0, 1]
+    assert verified(run) == 1
+
+
+def test_the_next_one_waits_for_that_of_a_request_that_has_ended(make: Make) -> None:
+    run = make(slots=60, hbm_blocks=60, verify_hits=1)
+    stored(run, prompt(20), prompt(20, 7))
+    run.add("a", prompt(20), 8)
+    run.step()
+    run.abort("a")
+    run.add("b", prompt(20, 7), 8)
+    run.step()
+    end(run, "b")
+    assert run.began["b"] // BLOCK == 1
+
+
+def test_a_block_that_has_left_the_window_is_skipped(page: Make) -> None:
+    run = page(slots=60, hbm_blocks=60, verify_hits=1)
+    stored(run, prompt(20))
+    run.add("a", prompt(20), 6 * BLOCK)
+    while len(run.delivered["a"]) < 5 * BLOCK:
+        run.step()
+    assert not any(plan.compare for plan in run.plans)
+    end(run, "a")
+    assert (verified(run), verified(run, "skipped")) == (0, 1)
+
+
+def test_a_hit_that_ends_in_decoded_blocks_puts_it_off(sparse: Make) -> None:
+    """They were decoded from a part of their context, and a prompt attends to all of it: the first
+    hit that can be is verified."""
+    run = sparse(slots=80, hbm_blocks=60, verify_hits=100)
+    run.add("a", prompt(100), 3 * BLOCK)
+    run.run()
+    run.empty_hbm()
+    longer = [*prompt(100), *run.requests["a"].output_token_ids, *prompt(10, 5)]
     for number in range(2 * FIRST_HITS):
-        assert ask(run, str(number), prompt(20)) == 1
+        assert ask(run, f"long {number}", longer) > BLOCKS
     assert verified(run) == 0
-    began = [ask(run, f"long {number}", prompt(100, 7)) for number in range(FIRST_HITS + 1)]
+    began = [ask(run, f"short {number}") for number in range(FIRST_HITS + 1)]
     assert began == [*[BLOCKS - 1] * FIRST_HITS, BLOCKS]
     assert verified(run) == FIRST_HITS
 
@@ -173,6 +250,16 @@ class TestDifference:
         assert gauges(run)["store_suspended"] == 1
         assert verified(run, "differs") == 1
         assert not run.ours.verifier
+
+    def test_a_hit_of_one_block_shows_it_as_well(self, make: Make) -> None:
+        run = make(slots=60, hbm_blocks=60, verify_hits=1)
+        stored(run, prompt(20))
+        run.ranks[0].distrusts = True
+        assert ask(run, "a", prompt(20)) == 0
+        assert "request a" in run.suspensions[0]
+        assert [one.fence_block for plan in run.plans for one in plan.compare] == [0]
+        run.check_answers("a")
+        assert ask(run, "b", prompt(20)) == 0
 
     def test_the_request_itself_is_computed_anew(self, reuse: Make) -> None:
         """Its first blocks are not to be trusted: vLLM is told of an invalid one."""

@@ -14,6 +14,7 @@ from vllm_ssdkv.connector.worker.block_comparison import (
     element_type,
     layers_of_tokens,
 )
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -59,6 +60,59 @@ def test_rounding_is_near_and_others_are_far(kind: str, dtype: torch.dtype) -> N
     assert rig.becomes(1, rig.values[1, 1] + 0.3 * tolerance * noise) < tolerance
     assert rig.becomes(1, rig.values[1, 1] + 2.5 * tolerance * noise) > tolerance
     assert rig.becomes(1, noise) > 1.5 * tolerance
+
+
+class TestReordered:
+    """Slots that have the tokens of a block in another order, for each head."""
+
+    LAYOUT = BlockLayout.unpadded(TOKENS, 16, HEADS, SIZE, torch.float32)
+
+    def comparer(self, rig: Rig) -> BlockComparer:
+        shape = geometry("paged", torch.float32)
+        return BlockComparer(rig.caches, shape, torch.float32, TOKENS, {0, 1, 2}, self.LAYOUT)
+
+    @staticmethod
+    def tokens(block: torch.Tensor) -> torch.Tensor:
+        """A block in HBM as [heads, tokens, K and V]."""
+        pages = block.view(HEADS, TOKENS // 16, 2, 16, SIZE).transpose(2, 3)
+        return pages.reshape(HEADS, TOKENS, 2, SIZE)
+
+    @staticmethod
+    def block(tokens: torch.Tensor) -> torch.Tensor:
+        return tokens.view(HEADS, TOKENS // 16, 16, 2, SIZE).transpose(2, 3).flatten()
+
+    def shuffled(self, block: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(3)
+        heads = self.tokens(block)
+        mixed = [head[torch.randperm(TOKENS, generator=generator)] for head in heads]
+        return self.block(torch.stack(mixed))
+
+    def test_the_order_makes_no_difference(self) -> None:
+        rig = Rig("paged", torch.float32)
+        for layer in range(LAYERS):
+            rig.caches[layer][1] = self.shuffled(rig.values[layer, 1])
+        assert rig.comparer.deviation(1, rig.frame, LAYERS) > rig.comparer.tolerance
+        assert self.comparer(rig).deviation(1, rig.frame, LAYERS) == 0
+
+    def test_other_values_are_far_and_so_is_one_token(self) -> None:
+        rig = Rig("paged", torch.float32)
+        comparer = self.comparer(rig)
+        noise = torch.randn(rig.values[1, 1].shape, generator=torch.Generator().manual_seed(2))
+        rig.caches[1][1] = self.shuffled(rig.values[1, 1] + 0.3 * comparer.tolerance * noise)
+        assert comparer.deviation(1, rig.frame, LAYERS) < comparer.tolerance
+        rig.caches[1][1] = self.shuffled(rig.values[1, 1] + 2.5 * comparer.tolerance * noise)
+        assert comparer.deviation(1, rig.frame, LAYERS) > comparer.tolerance
+        rig.caches[1][1] = noise
+        assert comparer.deviation(1, rig.frame, LAYERS) > 0.5
+        other = self.tokens(rig.values[1, 1]).clone()
+        other[:, 5] = self.tokens(noise)[:, 5]
+        rig.caches[1][1] = self.shuffled(self.block(other))
+        assert comparer.deviation(1, rig.frame, LAYERS) > comparer.tolerance
+
+    def test_what_is_no_number_is_far(self) -> None:
+        rig = Rig("paged", torch.float32)
+        rig.caches[1][1] = torch.nan
+        assert self.comparer(rig).deviation(1, rig.frame, LAYERS) == torch.inf
 
 
 def test_the_worst_layer_counts_and_layers_behind_are_not_looked_at() -> None:

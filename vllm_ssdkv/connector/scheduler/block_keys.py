@@ -167,6 +167,11 @@ class BlockKeys:
         a ``choice`` (:attr:`SSDKVConfig.choice`). The first call counts, until :meth:`forget`."""
         self._chosen.setdefault(request.request_id, (block, choice))
 
+    def decoded_from(self, request: Request) -> int | None:
+        """First block of a request that :meth:`bind_choice` named; None: none is."""
+        found = self._chosen.get(request.request_id)
+        return None if found is None else found[0]
+
     def chosen(self, request: Request, block: int, choice: bytes) -> list[bytes]:
         """Key of a request's block as one who chose in it or before it has stored it, if its
         tokens and its adapter are known."""

@@ -2,19 +2,22 @@
 
 No list of settings is complete, and not every change of what a model computes can be seen in its
 memory. So the first hits after a start, and one in so many later ones, are cut short by a block,
-which the request then computes like any other; the workers compare it with the stored one.
+which the request then computes like any other; the workers compare it with the stored one. That is
+loaded with the hit, or, where nothing is left of the hit, beside the request, one at a time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.connector.messages import Comparison
+from vllm_ssdkv.connector.messages import COMPARED, Comparison
 from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 from vllm_ssdkv.store.block_index import BlockIndex
@@ -36,6 +39,10 @@ class _Check:
     block: int
     first: int
     """First block that was not in HBM before."""
+    beside: bool
+    """Nothing else of the hit is loaded."""
+    loading: bool = False
+    """It is loaded beside the request, which may have computed it before."""
 
 
 class HitVerifier:
@@ -60,6 +67,8 @@ class HitVerifier:
         self._every, self._most = every, most_blocks
         self._index, self._unpin, self._counters = index, unpin, counters
         self._hits = self._chosen = 0
+        self._loading = False
+        """A load of :meth:`load_beside` is under way, also of a request that has ended."""
         self._next = 0
         """Number of the hit that is to be verified, or the first one after it that can be."""
         self._offers: dict[str, _Check] = {}
@@ -81,15 +90,17 @@ class HitVerifier:
         """Number of a hit's ``blocks``, of which ``first`` is the first, to load: fewer where it is
         to be verified. ``usable``: how many of so many blocks all layers can go on after."""
         self._offers.pop(request.request_id, None)
-        if not self._every or self._hits < self._next or blocks < 2:
+        if not self._every or self._hits < self._next or not blocks:
             return blocks
         fewer = usable(blocks - 1)
+        if not fewer and self._loading:
+            return blocks
         last = first + blocks - 1
         slot = self._index.find(keys[last])
-        if slot is None or not fewer > 0 or blocks - fewer > self._most:
+        if slot is None or blocks - fewer > self._most:
             return blocks
         epoch = self._index.epoch(slot)
-        self._offers[request.request_id] = _Check(slot, epoch, keys[last], last, first)
+        self._offers[request.request_id] = _Check(slot, epoch, keys[last], last, first, not fewer)
         return fewer
 
     def extend(self, request_id: str, load: GroupLoad) -> GroupLoad:
@@ -98,12 +109,7 @@ class HitVerifier:
         check = self._offers.pop(request_id, None)
         if check is None:
             return load
-        self._chosen += 1
-        more = self._chosen < FIRST_HITS
-        self._next = self._hits if more else -(-self._hits // self._every) * self._every
-        slots = np.array([check.slot], dtype=np.int64)
-        self._index.pin(slots)
-        self._checks[request_id] = check
+        slots = self._choose(request_id, check)
         return replace(
             load,
             slots=np.concatenate([load.slots, slots]),
@@ -111,6 +117,33 @@ class HitVerifier:
             block_ids=np.concatenate([load.block_ids, np.zeros(1, dtype=np.int64)]),
             compared=True,
         )
+
+    def load_beside(self, request_id: str) -> GroupLoad | None:
+        """The load of a block that is to be compared, of a hit of which all is computed; None: it
+        is none of these."""
+        check = self._offers.pop(request_id, None)
+        if check is None or not check.beside:
+            return None
+        self._hits += 1
+        check.loading = self._loading = True
+        slots = self._choose(request_id, check)
+        return GroupLoad(slots, (check.key,), np.zeros(1, dtype=np.int64), 1, compared=True)
+
+    def _choose(self, request_id: str, check: _Check) -> NDArray[np.int64]:
+        """A hit is verified from now on: its pinned slot, [1]."""
+        self._chosen += 1
+        more = self._chosen < FIRST_HITS
+        self._next = self._hits if more else -(-self._hits // self._every) * self._every
+        slots = np.array([check.slot], dtype=np.int64)
+        self._index.pin(slots)
+        self._checks[request_id] = check
+        return slots
+
+    def loaded(self) -> None:
+        """The load of :meth:`load_beside` has ended."""
+        self._loading = False
+        for check in self._checks.values():
+            check.loading = False
 
     def restart(self) -> None:
         """Verify the next hit: the cache was reset, and weights may have changed."""
@@ -122,21 +155,33 @@ class HitVerifier:
         return any(check.slot == slot for check in checks)
 
     def computed(
-        self, state: RequestState, after: int, block_tokens: int, group: int, layers: int
+        self, state: RequestState, oldest: int, blocks: int, group: int, layers: int
     ) -> Comparison | None:
-        """The comparison at the end of a step that has computed the block of a check, if any."""
+        """The comparison at the end of a step that has computed the block of a check, if any; where
+        the stored one comes later, of a step behind that.
+
+        Args:
+            state: The request.
+            oldest: First block that HBM still has in this step.
+            blocks: Number of blocks that are complete at the end of it.
+            group, layers: Group of KV caches whose block is compared, and its layers.
+        """
         check = self._checks.get(state.request_id)
-        if check is None or after < (check.block + 1) * block_tokens:
+        if check is None or check.block >= blocks or check.loading:
+            return None
+        if check.block < oldest:
+            self.result(state.request_id, math.nan, differs=False)  # it has left the window
             return None
         del self._checks[state.request_id]
         self._compared[state.request_id] = check
         fence = 0
-        if len(state.block_ids) == 1:
+        if len(state.block_ids) == 1 and not check.beside:
             # In page mode the first blocks of a hit are not in HBM: the newest of them is.
             ids = state.block_ids[0]
             fence = ids[check.first] or ids[check.block - 1]
         block_id = state.block_ids[group][check.block]
-        return Comparison(state.request_id, check.slot, check.epoch, layers, block_id, fence)
+        load = COMPARED if check.beside else state.request_id
+        return Comparison(state.request_id, check.slot, check.epoch, layers, block_id, load, fence)
 
     def result(self, request_id: str, deviation: float, *, differs: bool) -> None:
         """A worker has compared them."""

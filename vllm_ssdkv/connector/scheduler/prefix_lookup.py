@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_ssdkv.base.wait_reason import WaitReason
+from vllm_ssdkv.connector.messages import COMPARED
 from vllm_ssdkv.connector.scheduler.admission_slots import AdmissionSlots
 from vllm_ssdkv.connector.scheduler.match import Hit, Match, Miss, Wait
 from vllm_ssdkv.connector.scheduler.mode_policy import ModePolicy
@@ -112,9 +113,11 @@ class PrefixLookup:
             being_computed(self._parts.requests.values(), self._loads),
             hit.besides,
         )
-        blocks = self._verifier.shorten(
-            request, keys, first, blocks, lambda count: self._usable(keys, first, count)
-        )
+        decoded = self._identities.keys.decoded_from(request)
+        if decoded is None or first + blocks <= decoded:  # others are not what a prompt makes
+            blocks = self._verifier.shorten(
+                request, keys, first, blocks, lambda count: self._usable(keys, first, count)
+            )
         reason = self._policy.admit_hit(request, first, first + blocks) if blocks else None
         if reason is not None:
             return Wait(reason)
@@ -133,6 +136,11 @@ class PrefixLookup:
         block_ids = blocks.get_block_ids()
         if external:
             self._plan_load(state, block_ids, external // self._block)
+        else:
+            compared = self._verifier.load_beside(state.request_id)
+            if compared is not None:
+                self._index.pin(compared.slots)
+                self._loads.start(COMPARED, compared)
         own = self._in_hbm + external // self._block
         self._identities.allocated(state.request, own, block_ids)
         self._loads.probe(state.request)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from vllm_ssdkv.connector.messages import FETCH, RankReport
+from vllm_ssdkv.connector.messages import COMPARED, FETCH, RankReport
 from vllm_ssdkv.connector.scheduler.mode_policy import ModePolicy
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerParts
 from vllm_ssdkv.store.index.slot_index import SlotState
@@ -84,6 +84,8 @@ class ReportIntake:
                 self._policy.load_ended(name)
             if name == FETCH:
                 self._rewriter.fetched()
+            elif name == COMPARED:
+                self._verifier.loaded()
             self._slots.unpin(slots.tolist())
 
     def _written_by_all(self, slots: Sequence[int]) -> None:

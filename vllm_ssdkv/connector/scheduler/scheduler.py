@@ -253,8 +253,12 @@ class SSDKVScheduler:
             plan.adapters[adapter.number] = adapter
         if self.keys.is_mixed(state.request):
             self.verifier.forget(state.request_id)  # that a block differs would say nothing
-        block, groups = self._parts.engine.block_tokens, self.groups
-        compared = self.verifier.computed(state, after, block, groups.chain, groups.chain_layers)
+        block, groups, config = self._parts.engine.block_tokens, self.groups, self._parts.config
+        window = config.window_tokens if config.mode == "page" else computed
+        oldest = (computed - window + 1) // block if window < computed else 0
+        compared = self.verifier.computed(
+            state, oldest, after // block, groups.chain, groups.chain_layers
+        )
         if compared is not None:
             plan.compare.append(compared)
         self._policy.schedule(plan, state, computed, count, output)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
 TOLERANCE: Final = {
@@ -76,16 +77,16 @@ class StoredBlocks:
     def __init__(self) -> None:
         self._frames: dict[tuple[str, int, int], NDArray[np.uint8]] = {}
 
-    def keep(self, request_id: str, slot: int, epoch: int, frame: NDArray[np.uint8]) -> None:
-        """A block was loaded for a request; the oldest ones may have to go."""
-        self._frames.pop((request_id, slot, epoch), None)
+    def keep(self, load: str, slot: int, epoch: int, frame: NDArray[np.uint8]) -> None:
+        """A load has brought a block; the oldest ones may have to go."""
+        self._frames.pop((load, slot, epoch), None)
         while self._frames and (len(self._frames) + 1) * frame.nbytes > MOST_BYTES:
             del self._frames[next(iter(self._frames))]
-        self._frames[request_id, slot, epoch] = frame
+        self._frames[load, slot, epoch] = frame
 
-    def take(self, request_id: str, slot: int, epoch: int) -> NDArray[np.uint8] | None:
-        """The frame of a block, uint8; None: it had to go."""
-        return self._frames.pop((request_id, slot, epoch), None)
+    def take(self, load: str, slot: int, epoch: int) -> NDArray[np.uint8] | None:
+        """The frame of a block, uint8; None: it had to go, or did not come."""
+        return self._frames.pop((load, slot, epoch), None)
 
 
 class BlockComparer:
@@ -101,6 +102,7 @@ class BlockComparer:
         dtype: torch.dtype,
         tokens: int,
         token_layers: Container[int],
+        reordered: BlockLayout | None = None,
     ):
         """
         Args:
@@ -110,10 +112,13 @@ class BlockComparer:
             dtype: Type of the numbers, one of :data:`TOLERANCE`.
             tokens: Number of tokens of a block.
             token_layers: Layers of ``caches`` in which single tokens count.
+            reordered: Layout of blocks of which slots have the tokens in another order, for each
+                head (``sparse.token_order``); None: they are where they are in HBM.
         """
         self._caches = caches
         self._tokens, self._token_layers = tokens, token_layers
         self._geometry = geometry
+        self._reordered = reordered
         self._dtype = dtype
         self.tolerance = TOLERANCE[dtype]
 
@@ -138,6 +143,8 @@ class BlockComparer:
         count = min(len(computed), len(stored))
         one = computed[:count].view(self._dtype).float()
         other = stored[:count].view(self._dtype).float()
+        if self._reordered is not None:
+            one, other = _nearest_tokens(one, other, self._reordered)
         size = float(other.square().nanmean().sqrt())
         apart = (one - other).abs().nan_to_num(nan=torch.inf)
         found = float(apart.median())
@@ -148,3 +155,23 @@ class BlockComparer:
         if not found:
             return 0.0
         return found / size if size else math.inf
+
+
+def _nearest_tokens(
+    computed: torch.Tensor, stored: torch.Tensor, layout: BlockLayout
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each stored token the computed one that is nearest, K and V together, and the stored
+    tokens themselves, both [elements].
+
+    Nobody knows the order in which they were stored: it follows from what was computed then, and
+    rounding may change it. A token that was computed otherwise is far from all of these.
+    """
+
+    def tokens(elements: torch.Tensor) -> torch.Tensor:
+        shape = (layout.kv_heads, layout.groups, 2, layout.page_tokens, layout.head_size)
+        pages = elements.view(shape).transpose(2, 3)
+        return pages.reshape(layout.kv_heads, layout.block_tokens, 2 * layout.head_size)
+
+    ours, theirs = tokens(computed), tokens(stored)
+    nearest = torch.cdist(theirs, ours).nan_to_num(nan=torch.inf).argmin(dim=2, keepdim=True)
+    return ours.take_along_dim(nearest, dim=1).flatten(), theirs.flatten()

@@ -261,6 +261,7 @@ class SSDKVWorker:
                 frozenset()
                 if self.layout.has_states
                 else layers_of_tokens(self.layout.layer_names, routed=self._model.routed),
+                self.block_layout if self.config.orders_tokens else None,
             )
         self._timer = StepTimer(caches[0].device)
         if caches[0].is_cuda:
@@ -488,7 +489,7 @@ class SSDKVWorker:
         Not where it was computed with other weights than those of its key, or from a context that
         could not be read: that it differs says nothing of the store.
         """
-        stored = self._stored.take(comparison.request_id, comparison.slot, comparison.epoch)
+        stored = self._stored.take(comparison.load, comparison.slot, comparison.epoch)
         if not bound or comparison.request_id in self._poisoned:
             stored = None
         deviation, differs = math.nan, False
@@ -791,6 +792,8 @@ class SSDKVWorker:
             self._count_request("context_blocks_promoted", blocks)
             if not outcome.complete:
                 self._promoting_from = time.monotonic() + PROMOTION_PAUSE_S
+        elif outcome.copy is not None and outcome.complete:
+            self._stored.keep(outcome.request_id, *outcome.copy)
 
     def _report_writes(self) -> None:
         for device, path in enumerate(self._opened.device_paths):
