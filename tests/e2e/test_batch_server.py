@@ -460,8 +460,6 @@ def begin(client: openai.OpenAI, lines: list[bytes]) -> Batch:
     )
 
 
-# On fast machines the user's requests end after the batch. Why is open.
-@pytest.mark.soak
 def test_users_find_kv_beside_batches(server: Server) -> None:
     """Four seats of contexts of 3,500 tokens would be all of it: 64 MiB are 16,384 tokens."""
     client = server.client()
@@ -472,27 +470,28 @@ def test_users_find_kv_beside_batches(server: Server) -> None:
         return {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
 
     # Many more than run while the user's two requests do, on any machine.
-    batch = begin(client, completions([body(100) for _ in range(40)]))
+    batch = begin(client, completions([{**body(100), "ignore_eos": True} for _ in range(40)]))
     batch = wait(client, batch, lambda b: completed(b) >= 1)
     with ThreadPoolExecutor(1) as pool:
-        waited: dict[float, float] = {}
-        """Requests that wait, by the number of the step after which the engine said so."""
         for _ in range(2):
+            steps: list[float] = []
+            """Numbers of steps after which the engine said that a request waits."""
             asked = pool.submit(client.completions.create, **body(4))
             while not asked.done():
                 page = server.metrics()
-                step = total(page, "iteration_tokens_total_count")
-                waited[step] = total(page, "num_requests_waiting_by_reason", reason="capacity")
+                if total(page, "num_requests_waiting_by_reason", reason="capacity"):
+                    steps.append(total(page, "iteration_tokens_total_count"))
                 assert server.metric("ssdkv_batch_requests_running") <= 2
                 time.sleep(0.05)
             assert asked.result().usage is not None
+            # It may wait while the prompts of the batch's two are computed, of two steps each, but
+            # for no answer of theirs, of 100 steps.
+            assert not steps or steps[-1] - steps[0] <= 8
     assert completed(client.batches.retrieve(batch.id)) < 40, "batches ran beside them"
-    # Between two steps it may be seen in the queue once.
-    assert sum(waited.values()) <= 2
     client.batches.cancel(batch.id)
-    batch = wait(client, batch, ended)
-    assert batch.request_counts is not None
-    assert batch.request_counts.failed == 0
+    batch = wait(client, batch, lambda b: b.status == "cancelled")
+    errors = {line["error"]["code"] for line in lines_of(client, batch.error_file_id)}
+    assert errors == {"batch_cancelled"}
 
 
 @pytest.mark.rounds
@@ -519,7 +518,8 @@ def test_keys_that_mean_no_good_cost_others_nothing(server: Server, batch_second
     assert sum(seen.done.values()) > batch_seconds / 3
 
 
-# On fast machines dozens of requests of a batch end before the request of the user. Why is open.
+# On a fast machine 223 requests of a batch ended before the request of the user. Why is open:
+# docs/not-there.md.
 @pytest.mark.soak
 def test_users_go_first_where_batches_take_all_seats(server: Server) -> None:
     """Batches have the lowest priority: with more of their requests in vLLM's queue than there are
