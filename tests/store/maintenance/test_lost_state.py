@@ -257,7 +257,7 @@ def test_a_device_that_hangs_delays_once(make: Make, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(manifest_copies, "write_copy", hanging)
     manifest = Manifest.load(store.state)
     assert manifest is not None
-    spreader = CopySpreader(counters, deadline_s=0.2)
+    spreader = CopySpreader(counters, deadline_s=2.0)
     for _ in range(3):
         manifest.save(store.state)
         spreader.spread(manifest)
