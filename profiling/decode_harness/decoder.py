@@ -145,7 +145,7 @@ class PagedDecoder:
             SSDKVError: the store cannot be opened.
         """
         self.model, self.device, self.room = model, model.device, room
-        self.durable, self._pass = durable, Forward(model)
+        self.durable, self.passes = durable, Forward(model)
         self.timer: AttentionTimer | None = None
         self._parts: PartClock | None = None
         shape = model.config
@@ -374,7 +374,7 @@ class PagedDecoder:
         if self.timer is not None:
             attention = timed(attention, self.timer)
         where = torch.stack(positions).to(self.device)
-        work = functools.partial(self._pass, ids, where, attention)
+        work = functools.partial(self.passes, ids, where, attention)
         logits: torch.Tensor = self._carry_out(plan, work)
         for request in requests:
             request.tokens += count

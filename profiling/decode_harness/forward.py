@@ -7,6 +7,7 @@ weights.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -110,7 +111,12 @@ class CapturedForward:
         # Libraries allocate at their first call, which a capture does not allow.
         plain(model, self._ids, self._positions, _nothing)
         self._begin()
-        self._logits = plain(model, self._ids, self._positions, self._cut)
+        try:
+            self._logits = plain(model, self._ids, self._positions, self._cut)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the first error counts
+                self._pieces[-1].capture_end()
+            raise
         self._pieces[-1].capture_end()
 
     def _begin(self) -> None:
@@ -169,7 +175,11 @@ def graphs_of(device: torch.device) -> Callable[[], Graph] | None:
 class Forward:
     """Passes of a model for a decoder.
 
-    They are captured where the device has graphs and each request has one new token.
+    They are captured where the device has graphs and each request has one new token. Where that
+    fails, kernels are launched one by one, and :attr:`launches` says why.
+
+    Attributes:
+        launches: How kernels of the model were launched in the last pass, for people.
 
     Example::
 
@@ -178,16 +188,28 @@ class Forward:
     """
 
     def __init__(self, model: Any) -> None:  # noqa: ANN401 - transformers' model
+        self.launches = "one by one"
         self._model = model
+        self._graphs = graphs_of(model.device)
         self._captured: dict[int, CapturedForward] = {}
 
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
         """Logits [R, vocabulary] behind the last of ``ids`` [R, T], valid until the next call."""
-        graphs = graphs_of(self._model.device) if ids.shape[1] == 1 else None
-        if graphs is None:
-            return plain(self._model, ids, positions, attention)
-        if len(ids) not in self._captured:
-            self._captured = {len(ids): CapturedForward(self._model, len(ids), graphs)}
-        return self._captured[len(ids)](ids, positions, attention)
+        if ids.shape[1] == 1 and self._graphs is not None:
+            captured = self._captured.get(len(ids)) or self._capture(len(ids), self._graphs)
+            if captured is not None:
+                return captured(ids, positions, attention)
+        return plain(self._model, ids, positions, attention)
+
+    def _capture(self, requests: int, graphs: Callable[[], Graph]) -> CapturedForward | None:
+        self._captured.clear()
+        try:
+            made = CapturedForward(self._model, requests, graphs)
+        except RuntimeError as error:  # of CUDA, which tells of all that is not permitted so
+            self.launches, self._graphs = f"one by one: {error}", None
+            return None
+        self.launches = "CUDA graphs"
+        self._captured[requests] = made
+        return made

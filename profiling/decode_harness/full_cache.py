@@ -23,7 +23,7 @@ class FullDecoder:
         shape = requests, kv_heads(config), context + room, head_size(config)
         layers = range(config.num_hidden_layers)
         self._kv = [(self._random(shape), self._random(shape)) for _ in layers]
-        self._pass = Forward(model)
+        self.passes = Forward(model)
 
     def _random(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(shape, dtype=self.model.dtype, device=self.device).normal_()
@@ -33,7 +33,7 @@ class FullDecoder:
         attention: Attention = self._attend
         if self.timer is not None:
             attention = timed(attention, self.timer)
-        logits = self._pass(ids[:, None], torch.full_like(ids, self.tokens)[:, None], attention)
+        logits = self.passes(ids[:, None], torch.full_like(ids, self.tokens)[:, None], attention)
         self.tokens += 1
         return logits
 

@@ -90,6 +90,7 @@ def measure_full(decoder: FullDecoder, requests: int, effort: Effort) -> Figures
     clocked = Clocked(decoder.step, requests, decoder.device)
     warm = clocked.warm_up(WARM_UP)
     found: Figures = {"warm_up_s": sum(warm), **_timed(clocked, requests, effort)}
+    found["model_launches"] = decoder.passes.launches
     tokens, model = decoder.tokens, decoder.model
     timer = decoder.timer = AttentionTimer(decoder.device)
     steps = clocked.run(effort.profiled, effort.seconds)
@@ -112,6 +113,7 @@ def measure_paged(
     warm = clocked.warm_up(WARM_UP)
     before = counters.totals()
     found: Figures = {"warm_up_s": sum(warm), **_timed(clocked, requests, effort)}
+    found["model_launches"] = decoder.passes.launches
     after = counters.totals()
     tokens = found["steps"] * requests
     found["bytes_per_token"] = _bytes(decoder, names, before, after, tokens, needs)

@@ -9,12 +9,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from vllm_ssdkv.profiling.decode_harness import forward
 from vllm_ssdkv.profiling.decode_harness.attention import sdpa
-from vllm_ssdkv.profiling.decode_harness.forward import CapturedForward, plain
+from vllm_ssdkv.profiling.decode_harness.forward import CapturedForward, Forward, plain
 from vllm_ssdkv.profiling.decode_harness.models import make_model, small_config
 from vllm_ssdkv.profiling.decode_harness.tokens import FAMILIES
 
 REQUESTS, CONTEXT = 3, 7
+HOST = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 
 
 class RecordedGraph(TorchDispatchMode):
@@ -29,6 +31,7 @@ class RecordedGraph(TorchDispatchMode):
         self._done: list[tuple[Any, Any, dict[str, Any], Any]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        assert func not in HOST, "a graph cannot be captured of what waits for the device"
         found = func(*args, **(kwargs or {}))
         self._done.append((func, args, kwargs or {}, found))
         return found
@@ -93,3 +96,20 @@ def test_captured_pieces_compute_what_the_model_does(family: str) -> None:
         assert torch.equal(got, want)
         seen.add(tuple(got.argmax(-1).tolist()))
     assert len(seen) == 3, "the model says the same whatever it is given"
+
+
+def test_where_nothing_can_be_captured_the_pass_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A figure says so: docs/gpu.md would tell of graphs that there were not."""
+
+    class Refused(RecordedGraph):
+        def capture_begin(self) -> None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    model: Any = make_model(small_config("llama"), torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(forward, "graphs_of", lambda _: Refused)
+    made = Forward(model)
+    ids, positions = torch.zeros((2, 2, 1), dtype=torch.int64)
+    for _ in range(2):
+        got = made(ids, positions, OverContext(1))
+        assert torch.equal(got, plain(model, ids, positions, OverContext(1)))
+    assert made.launches == "one by one: operation not permitted when stream is capturing"
