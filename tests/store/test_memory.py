@@ -132,5 +132,7 @@ def test_memory_is_flat(
     warm, late = samples[SAMPLES // 3 : 2 * SAMPLES // 3], samples[2 * SAMPLES // 3 :]
     grown = min(s.rss for s in late) - min(s.rss for s in warm)
     assert grown < SPARE_BYTES, [s.rss >> 10 for s in samples]
-    assert {(s.descriptors, s.threads) for s in late} == {(s.descriptors, s.threads) for s in warm}
+    # Whoever looks after the manifest has a descriptor and threads more, for a moment.
+    assert min(s.descriptors for s in late) == min(s.descriptors for s in warm)
+    assert min(s.threads for s in late) == min(s.threads for s in warm)
     until(lambda: Sample.take().held == before.held, "the return of descriptors and threads")
