@@ -390,6 +390,18 @@ CASES = {
         },
         settings={"parallel_config__enable_dbo": True},
     ),
+    "summaries-that-sleep": Case(
+        "llama",
+        "sparse.hbm_summaries: memory of the GPU loses its content while an engine sleeps",
+        {
+            "leave out --enable-sleep-mode and --enable-cumem-allocator": {
+                "settings": {"model_config__enable_cumem_allocator": False}
+            },
+            "leave it out": {"options": {**PAGE, "selector": "bounds"}},
+        },
+        options={**PAGE, "selector": "bounds", "sparse": {"hbm_summaries": "1GiB"}},
+        settings={"model_config__enable_cumem_allocator": True},
+    ),
     "offload-threads": Case(
         "llama",
         f"offload.threads: {CPUS} threads of each of 2 workers are more than the machine's {CPUS}",
