@@ -23,7 +23,7 @@ from vllm_ssdkv.connector.worker.layer_copy import MOST_WAITING
 PROMPTS = LONG[1:5]
 HITS = [(len(prompt) - 1) // 32 * 32 for prompt in PROMPTS]
 WINDOW, CHUNK = 128, 256
-SLOW_S = 0.02
+SLOW_S = 0.1
 
 Devices = Callable[..., list[dict[str, str]]]
 
