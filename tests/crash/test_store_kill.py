@@ -239,7 +239,8 @@ def test_a_killed_store_keeps_its_promises(tmp_devices: Devices) -> None:
     assert ledger.evicted > 10 * ROUNDS
     assert ledger.recovered > 10 * ROUNDS
     assert ledger.checked > 10 * ROUNDS
-    assert min(ledger.done[what] for what in MIX) > ROUNDS // 2
+    # A life ends after as many blocks as fill about half of a journal between two rewrites.
+    assert min(ledger.done[what] for what in MIX) > ROUNDS // 4
 
 
 def test_a_killed_encrypted_store_keeps_its_promises(tmp_devices: Devices) -> None:
