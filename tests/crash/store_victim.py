@@ -81,7 +81,8 @@ class Victim:
         place = StorePlace(config, geometry, Fingerprint({"model": "none"}), 1)
         self.counters = Counters()
         self.opened: OpenStore = open_rank(place, 0, self.counters)
-        self.index: SlotIndex = open_index(place)[0]
+        self.index: SlotIndex
+        self.index, self.rebalancer = open_index(place)
         assert self.index._journal is not None
         self.journal: Journal = self.index._journal
         self.copied: dict[int, NDArray[np.uint8]] = {}
@@ -245,6 +246,7 @@ class Victim:
         """End as an engine does that nobody killed."""
         self.store.close()
         self.opened.close()
+        assert self.rebalancer.close()
         assert self.index.close()
 
 
