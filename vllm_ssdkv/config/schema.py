@@ -1,7 +1,7 @@
 """Declaration of options, and the option tree as data.
 
 Fields of an :class:`OptionModel` carry a description, a :class:`Reason` for the default and, where
-the type does not say it all, :class:`Allowed`. The error lines (``option_errors.py``) and the
+the type does not say it all, :class:`Allowed`. The error lines (``problems.py``) and the
 generated option table (``cli/docs/docs.py``) read these declarations.
 """
 
@@ -156,8 +156,7 @@ def _bounds(field: FieldInfo, is_size: bool) -> str:
 
 
 def allowed_text(field: FieldInfo) -> str:
-    """Text of the values that the field accepts, e.g. ``an integer, from 1 to 256``. ``an integer,
-    from 1 to 256``."""
+    """Text of the values that the field accepts, e.g. ``an integer, from 1 to 256``."""
     inner, nullable = _without_none(field.annotation)
     declared = _metadata(field, Allowed)
     is_size = False

@@ -66,7 +66,8 @@ struct Usage {
   size_t obtainable;  // free or evictable
 };
 
-// The rules are in store/index/slot_index.py. Memory: 64 bytes per slot, and 12 in the map of keys.
+// The rules are in store/index/slot_index.py. Memory: 64 bytes per slot, and 12 in the map
+// of keys where it holds a block.
 //
 // One thread, the owner's, calls everything but walk(), which another one may call meanwhile: a
 // mutex keeps each walk() apart from each call that changes something. Calls that only read need

@@ -20,9 +20,9 @@ a request's whole chain when it ends, since chunks unpinned one by one put later
 earlier heads. A restart brings the order back as of the last rewrite of the journal (a clean close
 makes one), then in order of storing.
 
-**Cost**: 76 bytes per slot, whatever it holds: one cache line for the slot itself (key, epoch,
-list, pins, state) and 12 bytes in the table of keys; nothing else grows, and no slot has a Python
-object. Recovery needs 84 more for a while. A lookup is a hash, one look at the table and one at the
+**Cost**: one cache line of 64 bytes per slot (key, epoch, list, pins, state), and 12 bytes in the
+table of keys where the slot holds a block; nothing else grows, and no slot has a Python object.
+Recovery needs up to 68 more for a while. A lookup is a hash, one look at the table and one at the
 slot.
 Rewrites of the journal walk over the slots in steps of some tenths of a millisecond
 (``profiling/bench_index.py`` measures all of this).
