@@ -28,7 +28,7 @@ def verify(
 def digest(
     addresses: NDArray[np.uint64], nbytes: NDArray[np.uint64], threads: int = 0
 ) -> NDArray[np.uint64]:
-    """Digests of ``nbytes[i]`` bytes at each absolute address, [n]; see ``csrc/io/slot/digest.hpp``.
+    """Digests for ``nbytes[i]`` bytes at each address, [n]; see ``csrc/io/slot/digest.hpp``.
 
     ``threads`` and the caller's duties are those of :func:`checksum`.
     """
