@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 
+from tests.kit.clock import Clock
 from vllm_ssdkv.batch.answers import Usage
 from vllm_ssdkv.batch.jobs import Pending
 from vllm_ssdkv.batch.room import FIRST_ANSWER, MOST, STALE_S, Expected, KVCache, Load, Room
 
 
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def room(share: float = 0.5, users_first: bool = False) -> tuple[Room, Clock]:
-    clock = Clock()
+    clock = Clock(0.0)
     kv = KVCache(tokens=10_000, of_a_request=4000)
     return Room(kv, share, users_first=users_first, clock=clock), clock
 

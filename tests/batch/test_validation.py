@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.batch.served import DEADLINE_S
+from tests.kit.waiting import until
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.batch import validator
 from vllm_ssdkv.batch.request import COMPLETIONS, Limits
@@ -51,10 +52,10 @@ def validate() -> Iterator[Validator]:
 
 def ended(directory: Path) -> None:
     """No process has a file of this directory open any more."""
-    deadline = time.monotonic() + DEADLINE_S
-    while any(str(path).startswith(str(directory)) for path in opened_by_others()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(
+        lambda: not any(str(path).startswith(str(directory)) for path in opened_by_others()),
+        seconds=DEADLINE_S,
+    )
 
 
 def opened_by_others() -> Iterator[str]:

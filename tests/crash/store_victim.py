@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.kit.waiting import until
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.store import open as opening
@@ -138,10 +139,7 @@ class Victim:
                 np.arange(1, len(numbers) + 1, dtype=np.int64),
             )
         )
-        deadline = time.monotonic() + PATIENCE_S
-        while not (outcomes := self.store.take_load_outcomes()):
-            assert time.monotonic() < deadline, "the load hangs"
-            time.sleep(0.001)
+        outcomes = until(self.store.take_load_outcomes, "the load hangs", seconds=PATIENCE_S)
         assert outcomes[0].complete, outcomes
         assert outcomes[0].bad == []
         for block, number in enumerate(numbers, start=1):

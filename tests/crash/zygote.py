@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tests.e2e.engine import Engine
+    from tests.kit.engine import Engine
 
 ANSWER_TOKENS = 24
 BETWEEN = 4
@@ -40,7 +40,7 @@ def import_all() -> None:
     tests = types.ModuleType("tests")
     tests.__path__ = [str(Path(__file__).resolve().parents[1])]
     sys.modules["tests"] = tests
-    engines = importlib.import_module("tests.e2e.engine")
+    engines = importlib.import_module("tests.kit.engine")
     engines.preload()
     engines.end_with_parent()
 
@@ -99,7 +99,7 @@ def wait_between_writes(task: dict[str, Any], engine: Engine) -> None:
 
 
 def child(task: dict[str, Any]) -> None:
-    from tests.e2e.engine import Engine
+    from tests.kit.engine import Engine
 
     with Engine(Path(task["model"]), ssdkv=task["ssdkv"], **task["options"]) as engine:
         index = None if task["ssdkv"] is None else engine.scheduler.connector.scheduler.index
@@ -120,7 +120,7 @@ def fork(task: dict[str, Any]) -> None:
     if pid == 0:
         code = 1
         try:
-            importlib.import_module("tests.e2e.engine").end_with_parent()
+            importlib.import_module("tests.kit.engine").end_with_parent()
             os.setsid()
             say(event="started", pid=os.getpid())
             child(task)

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.e2e.engine import Engine, Tokens
 from tests.e2e.models import prompts
 from tests.e2e.workload import SMALL_DRAM, kv_tokens, page_mode, reuse_mode
 from tests.faults import set_faults
+from tests.kit.engine import Engine, Tokens
 
 WINDOW, CHUNK, BLOCK = 128, 256, 32
 PROMPTS = prompts((3000, 2100, 1000, 300, 1500), seed=21)

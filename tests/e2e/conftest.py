@@ -18,8 +18,8 @@ from tests.conftest import disk_directory
 from tests.e2e.bench import PROMPTS, Bench
 from tests.e2e.models import MAKERS
 from tests.e2e.stock import Stock
+from tests.kit.node import NodeProcess
 from tests.lanes import ENGINE
-from tests.node.process import NodeProcess
 from tests.store.unhurried import open_unhurried_engines
 from vllm_ssdkv.connector.attention_backend import PagedMetadata, PagedMetadataBuilder
 from vllm_ssdkv.connector.scheduler import context_recovery, page_admission, scheduler

@@ -12,12 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from tests.e2e.engine import Tokens
 from tests.e2e.models import prompts
-from tests.e2e.node_engine import LEASE_S, EngineProcess
 from tests.faults import set_faults
+from tests.kit.engine import Tokens
+from tests.kit.engine_process import LEASE_S, EngineProcess
+from tests.kit.node import NodeProcess
 from tests.node.clock import NO_CLOCK, JumpingClock
-from tests.node.process import NodeProcess
 from tests.node.relay import Relay
 
 BLOCK: Final = 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.e2e.engine import MAX_TOKENS, Answer, Engine, Tokens
+from tests.kit.engine import MAX_TOKENS, Answer, Engine, Tokens
 
 KV_TOKENS = 32768
 

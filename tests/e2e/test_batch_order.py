@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import SOAK_ROUNDS
-from tests.e2e.engine import Engine, Tokens
 from tests.e2e.models import prompts
 from tests.e2e.workload import SMALL_DRAM, reuse_mode
+from tests.kit.engine import Engine, Tokens
 from vllm_ssdkv.batch.order import arrange, block_hashes
 from vllm_ssdkv.batch.request import COMPLETIONS, parse_request
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engine import Answer, Engine
 from tests.e2e.stock import Stock
 from tests.e2e.workload import LONG, kv_tokens, page_mode
+from tests.kit.engine import Answer, Engine
 
 STEP = 1 / 16
 WORST, MEAN = 8 * STEP, STEP

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import disk_directory
-from tests.e2e.engine import Engine, environment
 from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.workload import SHORT, kv_tokens
+from tests.kit.engine import Engine, environment
 from vllm_ssdkv.base import host
 from vllm_ssdkv.connector.scheduler.hit_verifier import FIRST_HITS
 from vllm_ssdkv.store.placement import reconcile

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.bench import HANG_S, Bench
-from tests.store.model_time import ModelTime
+from tests.kit.clock import Clock
 from vllm_ssdkv.store.devices import throughput
 from vllm_ssdkv.store.io import slot_io, slot_request
 from vllm_ssdkv.store.io.testing import throttled
@@ -135,7 +135,7 @@ def with_a_slow_drive(
     capacity_mib: int = 16,
 ) -> Bench:
     """Three drives, one with a tenth of the others' speed, which is noticed within few reads."""
-    ModelTime().govern(monkeypatch, slot_io, slot_request, throttled)
+    Clock().govern(monkeypatch, slot_io, slot_request, throttled)
     monkeypatch.setattr(throughput, "WINDOW_S", 0.05)
     monkeypatch.setattr(throughput, "MIN_PART_BYTES", 64 * 1024)
     monkeypatch.setattr(throughput, "MIN_WINDOW_BYTES", 128 * 1024)

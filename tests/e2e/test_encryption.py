@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engine import Answer, Engine, Tokens
 from tests.e2e.stock import Stock
 from tests.e2e.workload import SHORT, kv_tokens, page_mode, reuse_mode
+from tests.kit.engine import Answer, Engine, Tokens
 from vllm_ssdkv.base.errors import KeyMismatchError
 
 BLOCK, WINDOW, CHUNK = 32, 128, 256

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engine import Answer, Engine, Tokens
 from tests.e2e.stock import Stock
 from tests.e2e.workload import LONG, ROOMY_DRAM, SHORT, SMALL_DRAM, kv_tokens, page_mode
+from tests.kit.engine import Answer, Engine, Tokens
 
 
 @dataclass(frozen=True)

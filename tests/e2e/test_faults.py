@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.bench import CHUNK, DEADLINE_S, HANG_S, PROMPTS, WINDOW, Bench, engine_options
-from tests.e2e.engine import Engine
 from tests.e2e.stock import Stock
 from tests.e2e.workload import kv_tokens
+from tests.kit.engine import Engine
 from vllm_ssdkv.base.errors import StoreFailedError
 
 StartBench = Callable[..., Bench]

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.bench import CHUNK, HANG_S, PROMPTS, WINDOW, Bench, engine_options, flip_bit
-from tests.e2e.engine import Engine
 from tests.e2e.stock import Stock
 from tests.e2e.workload import kv_tokens
+from tests.kit.engine import Engine
 from vllm_ssdkv.base.errors import FormatError
 from vllm_ssdkv.store.format.journal_record import HEADER_BYTES, JOURNAL, RECORD_BYTES
 from vllm_ssdkv.store.format.manifest import COPY, NAME

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.engine import Engine
 from tests.e2e.models import prompts
 from tests.e2e.workload import reuse_mode
+from tests.kit.engine import Engine
 
 ROOT = Path(__file__).parents[2]
 BLOCK = 32
@@ -28,7 +28,7 @@ import json, sys
 from pathlib import Path
 root, model, settings, prompt = json.loads(sys.argv[1])
 sys.path.append(root)  # behind the package that is installed
-from tests.e2e.engine import Engine
+from tests.kit.engine import Engine
 with Engine(Path(model), **settings) as engine:
     answer = engine.answers([prompt], 8, logprobs=5)[0]
 print(json.dumps([answer.cached, answer.tokens, answer.logprobs[0]]))

@@ -11,9 +11,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.e2e.engine import Engine
 from tests.e2e.models import VOCAB, prompts
 from tests.e2e.workload import ROOMY_DRAM, kv_tokens, page_mode
+from tests.kit.engine import Engine
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.profiling.forced_decode import FORCED, FORCINGS, ForcedDecode, Record
 

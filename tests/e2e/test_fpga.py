@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import kept_log
-from tests.e2e.engine import Engine
 from tests.e2e.test_sparse import BUDGET, CHUNK, Recall
 from tests.e2e.workload import kv_tokens, page_mode
 from tests.fpga_offload.needs import needs_rtlsim
+from tests.kit.engine import Engine
 from vllm_ssdkv.base.errors import FpgaDeadlineError
 from vllm_ssdkv.config.offload import OffloadFault
 from vllm_ssdkv.connector import active_worker

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.e2e.engine import Engine
 from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.workload import kv_tokens, page_mode, reuse_mode
+from tests.kit.engine import Engine
 
 BLOCK, CHUNK = 32, 256
 LARGE = prompts((1500, 1800, 1200, 1600, 900, 1700), seed=11)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engine import Engine
 from tests.e2e.workload import LONG, kv_tokens, page_mode
+from tests.kit.engine import Engine
 
 BLOCK, WINDOW, CHUNK = 32, 192, 256
 BOUND = ceil((WINDOW + CHUNK) / BLOCK) + 1

@@ -12,12 +12,12 @@ import pytest
 from PIL import Image
 from vllm.lora.request import LoRARequest
 
-from tests.alone import environment_with_tests
 from tests.conftest import SOAK_ROUNDS
-from tests.e2e.engine import MAX_TOKENS, Answer, Engine
 from tests.e2e.identity_table import CASES, Case, Start, as_in_a_new_process
 from tests.e2e.models import make_minimax_m2, prompts
 from tests.e2e.workload import reuse_mode
+from tests.kit.alone import environment_with_tests
+from tests.kit.engine import MAX_TOKENS, Answer, Engine
 
 BLOCK = 32
 PROMPT = prompts((700,), seed=31)[0]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.connector.kinds import KINDS, make
-from tests.e2e.engine import Engine
 from tests.e2e.models import prompts
 from tests.e2e.workload import reuse_mode
+from tests.kit.engine import Engine
 from tests.messages import entry_for
 
 

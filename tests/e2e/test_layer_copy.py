@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from tests.e2e.engine import Engine
 from tests.e2e.stock import Stock
 from tests.e2e.workload import LONG, ROOMY_DRAM, kv_tokens, page_mode, reuse_mode
+from tests.kit.engine import Engine
 from vllm_ssdkv.connector.worker.block_copy import OpaquePort, PagedPort
 from vllm_ssdkv.connector.worker.layer_copy import MOST_WAITING
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engine import Engine, Tokens
 from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.workload import reuse_mode
-from tests.store.model_time import ModelTime
+from tests.kit.clock import Clock
+from tests.kit.engine import Engine, Tokens
 from vllm_ssdkv.connector.scheduler import load_or_recompute
 from vllm_ssdkv.store.io import slot_io, slot_request
 from vllm_ssdkv.store.io.testing import throttled
@@ -29,7 +29,7 @@ Devices = Callable[..., list[dict[str, str]]]
 @pytest.fixture(autouse=True)
 def _model_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads take the time that the drive's model says, and nobody waits for it."""
-    ModelTime().govern(monkeypatch, slot_io, slot_request, prefix_loader, throttled)
+    Clock().govern(monkeypatch, slot_io, slot_request, prefix_loader, throttled)
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.e2e.engine import Engine
 from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.workload import kv_tokens, page_mode
+from tests.kit.engine import Engine
 
 CHUNK = 256
 SECOND = """

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from vllm.lora.request import LoRARequest
 
-from tests.e2e.engine import Engine
 from tests.e2e.identity_table import RANK, make_adapter
 from tests.e2e.models import prompts
 from tests.e2e.workload import kv_tokens, page_mode, reuse_mode
+from tests.kit.engine import Engine
 
 PROMPT = prompts((700,), seed=12)[0]
 HIT = (len(PROMPT) - 1) // 32 * 32

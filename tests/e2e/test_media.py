@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.e2e.engine import Answer, Engine
 from tests.e2e.models import VOCAB, make_blip2, prompts
 from tests.e2e.workload import reuse_mode
+from tests.kit.engine import Answer, Engine
 
 BLOCK = 32
 TEXT = [token % (VOCAB - 1) for token in prompts((90,), seed=8)[0]]

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from tests.e2e.bench import Bench
-from tests.e2e.engine import MAX_TOKENS, Engine, Tokens
 from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.workload import kv_tokens, page_mode
-from tests.store.conftest import until
+from tests.kit.engine import MAX_TOKENS, Engine, Tokens
+from tests.kit.waiting import until
 from tests.store.unhurried import open_unhurried_engines
 from vllm_ssdkv.connector import active_worker
 from vllm_ssdkv.store.cache.frames import NO_FRAME

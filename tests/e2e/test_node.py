@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engine import Engine, Tokens
 from tests.e2e.models import make_llama, prompts
-from tests.e2e.node_engine import KV_TOKENS, EngineProcess
 from tests.e2e.stock import Stock
 from tests.e2e.workload import SHORT
-from tests.node.process import NodeProcess
+from tests.kit.engine import Engine, Tokens
+from tests.kit.engine_process import KV_TOKENS, EngineProcess
+from tests.kit.node import NodeProcess
 from vllm_ssdkv.node.protocol.credentials import make_keys
 
 BLOCK = 32

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.node_engine import LEASE_S
 from tests.e2e.stock import Stock
 from tests.e2e.test_node_page import engine, tokens
 from tests.e2e.workload import SHORT
-from tests.node.process import NodeProcess
+from tests.kit.engine_process import LEASE_S
+from tests.kit.node import NodeProcess
 
 NODES = {"kind": "node"}
 

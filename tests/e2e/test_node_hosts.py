@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.models import prompts
-from tests.e2e.node_engine import LEASE_S, EngineProcess
 from tests.e2e.node_pool import eventually, whole
 from tests.e2e.stock import Stock
+from tests.kit.engine_process import LEASE_S, EngineProcess
+from tests.kit.node import NodeProcess
 from tests.node.networks import NO_NAMESPACES, Host, two_hosts
-from tests.node.process import NodeProcess
 from vllm_ssdkv.node.protocol.credentials import make_keys
 
 pytestmark = pytest.mark.skipif(bool(NO_NAMESPACES), reason=NO_NAMESPACES or "it runs")

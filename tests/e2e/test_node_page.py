@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.e2e.engine import Answer, Engine
-from tests.e2e.node_engine import LEASE_S
 from tests.e2e.stock import Stock
 from tests.e2e.workload import SHORT, SMALL_DRAM, kv_tokens
-from tests.node.process import NodeProcess
+from tests.kit.engine import Answer, Engine
+from tests.kit.engine_process import LEASE_S
+from tests.kit.node import NodeProcess
 from vllm_ssdkv.cli.main import app as cli
 from vllm_ssdkv.connector.scheduler import scheduler
 

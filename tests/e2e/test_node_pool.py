@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import SOAK_ROUNDS
-from tests.e2e.engine import Tokens
 from tests.e2e.models import prompts
 from tests.e2e.node_pool import ANSWER, BLOCK, KINDS, Answers, Pool, Site, whole, work
 from tests.e2e.stock import Stock
+from tests.kit.engine import Tokens
 
 ENGINES = 4
 KILLS = 20 if SOAK_ROUNDS else 2

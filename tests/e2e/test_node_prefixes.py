@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engine import Tokens
 from tests.e2e.models import prompts
-from tests.e2e.node_engine import EngineProcess
 from tests.e2e.stock import Stock
-from tests.node.process import NodeProcess
+from tests.kit.engine import Tokens
+from tests.kit.engine_process import EngineProcess
+from tests.kit.node import NodeProcess
 
 BLOCK = 32
 PREFIXES = prompts((5000, 4500, 4800), seed=41)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engine import Engine, Tokens
 from tests.e2e.models import prompts
-from tests.e2e.node_engine import KV_TOKENS, LEASE_S, EngineProcess
 from tests.e2e.stock import Stock
 from tests.e2e.test_node import eventually, full_hits, reconnected, tokens
 from tests.e2e.workload import SHORT
-from tests.node.process import NodeProcess
+from tests.kit.engine import Engine, Tokens
+from tests.kit.engine_process import KV_TOKENS, LEASE_S, EngineProcess
+from tests.kit.node import NodeProcess
 
 NODES = 3
 LONG = prompts((3000, 2500), seed=31)

@@ -14,11 +14,11 @@ from typing import Literal
 
 import pytest
 
-from tests.e2e.engine import MAX_TOKENS, Engine
 from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.test_mixed import ASKED, CHUNK, LOSSLESS, OPTIONS, PROMPTS, WINDOW, Mixed
 from tests.e2e.workload import kv_tokens, page_mode
+from tests.kit.engine import MAX_TOKENS, Engine
 from tests.store.unhurried import open_unhurried_engines
 from vllm_ssdkv.config.offload import OffloadFault
 from vllm_ssdkv.offload.host import HostDevice

@@ -20,12 +20,12 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from tests.conftest import SOAK_ROUNDS
 from tests.e2e.bench import flip_bit
 from tests.e2e.drafters import draft_model, eagle
-from tests.e2e.engine import Engine
 from tests.e2e.stock import Stock
 from tests.e2e.turmoil import ANSWER, PROMPTS, Turmoil
 from tests.e2e.workload import kv_tokens
 from tests.faults import set_faults
-from tests.store.conftest import until
+from tests.kit.engine import Engine
+from tests.kit.waiting import until
 from tests.store.unhurried import open_unhurried_engines
 from vllm_ssdkv.base.errors import ConfigError, StoreFailedError, UnsupportedError
 from vllm_ssdkv.store.cache.frames import FrameState

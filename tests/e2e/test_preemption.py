@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engine import Engine
 from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.workload import kv_tokens, page_mode, reuse_mode
+from tests.kit.engine import Engine
 
 CHUNK = 256
 GROWING = prompts((20, 33, 64, 100, 40, 70, 90, 50), seed=7)

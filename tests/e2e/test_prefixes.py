@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engine import MAX_TOKENS, Engine, Tokens
 from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.workload import kv_tokens, page_mode
+from tests.kit.engine import MAX_TOKENS, Engine, Tokens
 
 BLOCK, WINDOW, CHUNK = 32, 128, 256
 SHARED = prompts((47 * BLOCK,), seed=3)[0]

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engine import Engine
 from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.workload import kv_tokens, page_mode
-from tests.store.conftest import until
+from tests.kit.engine import Engine
+from tests.kit.waiting import until
 from vllm_ssdkv.connector import active_worker
 from vllm_ssdkv.connector.worker import worker
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engine import Engine
 from tests.e2e.workload import kv_tokens, page_mode, reuse_mode
+from tests.kit.engine import Engine
 from tests.messages import entry_for
 from vllm_ssdkv.base.errors import SSDKVError
 

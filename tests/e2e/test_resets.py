@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from tests.conftest import SOAK_ROUNDS
-from tests.e2e.engine import Engine
 from tests.e2e.models import prompts
 from tests.e2e.workload import reuse_mode
+from tests.kit.engine import Engine
 
 BLOCK = 32
 PROMPTS = prompts((700, 350), seed=41)

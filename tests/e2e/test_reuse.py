@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engine import MAX_TOKENS, Answer, Engine, Tokens
 from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.workload import SHORT, reuse_mode
+from tests.kit.engine import MAX_TOKENS, Answer, Engine, Tokens
 
 BLOCK = 32
 NEWS = prompts((200,), seed=10)[0]

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engine import MAX_TOKENS, Answer, Engine
 from tests.e2e.models import GEMMA3_WINDOW, prompts
 from tests.e2e.stock import Stock
 from tests.e2e.workload import reuse_mode
 from tests.faults import set_faults
+from tests.kit.engine import MAX_TOKENS, Answer, Engine
 
 BLOCK = 32
 KV_TOKENS = 16384

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.attention.newest import values_at
-from tests.e2e.engine import Answer, Engine
 from tests.e2e.workload import kv_tokens, page_mode
 from tests.faults import set_faults
+from tests.kit.engine import Answer, Engine
 from vllm_ssdkv.connector import active_worker
 from vllm_ssdkv.connector.attention_backend import PagedAttentionImpl, PagedMetadata
 from vllm_ssdkv.connector.worker import device_memory

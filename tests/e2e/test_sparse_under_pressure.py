@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.engine import Engine
 from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.test_mixed import Mixed
 from tests.e2e.workload import page_mode
+from tests.kit.engine import Engine
 from tests.store.unhurried import open_unhurried_engines
 from vllm_ssdkv.base.metrics import counter_key
 

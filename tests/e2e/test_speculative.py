@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from tests.e2e.drafters import draft_model, eagle, ngram
-from tests.e2e.engine import Answer, Engine, Tokens
 from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.workload import kv_tokens, page_mode, reuse_mode
 from tests.faults import set_faults
+from tests.kit.engine import Answer, Engine, Tokens
 from vllm_ssdkv.base.errors import SSDKVError
 from vllm_ssdkv.profiling.recall.recall import MODEL_DIR, ask
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.engine import MAX_TOKENS, Answer, Engine
 from tests.e2e.models import prompts
 from tests.e2e.workload import reuse_mode
 from tests.faults import set_faults
+from tests.kit.engine import MAX_TOKENS, Answer, Engine
 
 pytestmark = pytest.mark.skipif(
     not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()),

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import SOAK_ROUNDS
-from tests.e2e.engine import MAX_TOKENS, Engine
 from tests.e2e.stock import Stock
 from tests.e2e.workload import LONG, kv_tokens, page_mode, reuse_mode
+from tests.kit.engine import MAX_TOKENS, Engine
 
 CHUNK = 256
 PROMPTS = LONG[1:5]

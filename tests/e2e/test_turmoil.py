@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engine import Engine
 from tests.e2e.stock import Stock
 from tests.e2e.turmoil import ANSWER, PROMPTS, Turmoil
 from tests.e2e.workload import kv_tokens, page_mode, reuse_mode
+from tests.kit.engine import Engine
 
 CHUNK = 128
 ACTIONS = 80

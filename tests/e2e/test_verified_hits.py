@@ -21,10 +21,10 @@ from tests.conftest import SOAK_ROUNDS
 from tests.e2e.bench import HANG_S
 from tests.e2e.deviations import EXTENSION
 from tests.e2e.drafters import eagle
-from tests.e2e.engine import Engine
 from tests.e2e.models import prompts
 from tests.e2e.test_lora import RANK, make_adapter
 from tests.e2e.workload import kv_tokens, page_mode, reuse_mode
+from tests.kit.engine import Engine
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.connector.identity import loaded_model
 from vllm_ssdkv.connector.identity.loaded_model import LoadedModel

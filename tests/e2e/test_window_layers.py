@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engine import Engine
 from tests.e2e.models import GEMMA3_WINDOW, GPT_OSS_WINDOW, prompts
 from tests.e2e.stock import Stock
 from tests.e2e.test_refusals import refusal
 from tests.e2e.workload import SMALL_DRAM, kv_tokens, page_mode
 from tests.faults import set_faults
+from tests.kit.engine import Engine
 
 PROMPTS = prompts((3000, 1025, 640, 300, 77, 64, 33, 20), seed=5)
 WINDOW, CHUNK, BLOCK = 128, 256, 32

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.e2e.engine import Engine, Tokens
 from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.workload import SHORT, kv_tokens, page_mode, reuse_mode
+from tests.kit.engine import Engine, Tokens
 from vllm_ssdkv.base.sizes import MIB
 
 BUDGET = 16 * MIB

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engine import Engine
 from tests.e2e.models import make_llama, prompts
 from tests.e2e.stock import Stock
 from tests.e2e.xcache import BLOCK, CHUNK, PROMPTS, WINDOW, comparing, start
+from tests.kit.engine import Engine
 from vllm_ssdkv.connector import active_worker
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.engine import Engine, Tokens
 from tests.e2e.models import prompts
 from tests.faults import set_faults
+from tests.kit.engine import Engine, Tokens
 
 ANSWER = 24
 FAULTS: tuple[dict[str, Any], ...] = (

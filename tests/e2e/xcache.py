@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e.engine import Engine
 from tests.e2e.models import prompts
 from tests.e2e.workload import SMALL_DRAM, kv_tokens, page_mode
+from tests.kit.engine import Engine
 from vllm_ssdkv.connector import attention_backend
 from vllm_ssdkv.connector.worker.paged_attention import attend_layer
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker

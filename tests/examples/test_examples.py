@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable
 from dataclasses import fields
@@ -16,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving import server
+from tests.kit.server import server
+from tests.kit.waiting import until
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.profiling.recall import recall
 from vllm_ssdkv.store.format.journal_record import HEADER_BYTES, RECORD_BYTES
@@ -167,10 +167,10 @@ def test_serve_and_client(variables: dict[str, str], tmp_path: Path) -> None:
 
 def wait_for_journal(cache: Path, blocks: int) -> None:
     (journal,) = cache.glob("ssdkv/*/journal")
-    deadline = time.monotonic() + 60
-    while journal.stat().st_size < HEADER_BYTES + blocks * RECORD_BYTES:
-        assert time.monotonic() < deadline, "the blocks were not journalled"
-        time.sleep(0.1)
+    until(
+        lambda: journal.stat().st_size >= HEADER_BYTES + blocks * RECORD_BYTES,
+        "the blocks were not journalled",
+    )
 
 
 def test_a_batch_of_a_file(variables: dict[str, str], tmp_path: Path) -> None:

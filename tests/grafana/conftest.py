@@ -25,7 +25,7 @@ from openai.types import Batch
 
 from tests.conftest import disk_directory
 from tests.faults import set_faults
-from tests.serving import Running, free_port, server
+from tests.kit.server import Running, free_port, server
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.grafana.board import Panel
 from vllm_ssdkv.grafana.prometheus import Prometheus, PrometheusError

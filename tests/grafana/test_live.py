@@ -27,7 +27,7 @@ from tests.grafana.conftest import (
     with_shared_prefixes,
     without_data,
 )
-from tests.serving import Footprint
+from tests.kit.server import Footprint
 from vllm_ssdkv.base.metrics import BATCH_METRICS, METRICS
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.cli.monitor.metrics_scrape import fetch, page_url

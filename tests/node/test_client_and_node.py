@@ -11,7 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.conftest import disk_directory
-from tests.node.waits import new_keys, unknown, until
+from tests.kit.waiting import until
+from tests.node.waits import new_keys, unknown
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.node import NodeConfig
 from vllm_ssdkv.node.client.node_link import NodeLink
@@ -109,9 +110,7 @@ class Engine:
         store, blocks = self.stores[0], np.arange(1, len(slots) + 1, dtype=np.int64)
         epochs = self.index.epochs(slots)
         store.load(LoadJob("request", slots, epochs, tuple(keys[: len(slots)]), blocks, len(slots)))
-        deadline = time.monotonic() + DEADLINE_S
-        while not (found := store.take_load_outcomes(0.02)):
-            assert time.monotonic() < deadline
+        found = until(lambda: store.take_load_outcomes(0.02))
         return found[0]
 
     def die(self) -> None:
@@ -232,9 +231,7 @@ def test_a_stale_slot_is_not_loaded(engines: Callable[..., Engine]) -> None:
     until(lambda: engine.find(keys) == 1)
     job = LoadJob("request", slots, engine.index.epochs(slots), tuple(keys), np.array([1, 2]), 2)
     engine.stores[0].load(job)
-    deadline = time.monotonic() + DEADLINE_S
-    while not (found := engine.stores[0].take_load_outcomes(0.02)):
-        assert time.monotonic() < deadline
+    found = until(lambda: engine.stores[0].take_load_outcomes(0.02))
     assert not found[0].complete
     assert engine.hbm == {}
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.kit.child import Child
 from tests.node.test_pool import Site, place  # noqa: F401 - a fixture
 
 SCRIPT = Path(__file__).with_name("ending_engine.py")
@@ -26,36 +25,16 @@ WAYS = (
 )
 
 
-class Endings:
-    """The process that forks them."""
-
-    def __init__(self, place: Path):  # noqa: F811 - the directory of the fixture
-        self.place = place
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self.hear() == "imported"
-
-    def say(self, text: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{text}\n")
-        self.process.stdin.flush()
-
-    def hear(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-
 @pytest.fixture
-def endings(place: Path) -> Iterator[Endings]:  # noqa: F811 - likewise
-    made = Endings(place)
-    yield made
-    made.process.kill()
-    made.process.wait()
+def endings() -> Iterator[Child]:
+    """The process that forks them."""
+    with Child.python(SCRIPT) as made:
+        assert made.hear() == "imported"
+        yield made
 
 
 @pytest.mark.parametrize("back", [False, True], ids=["gone", "back at once"])
-def test_nothing_is_raised(endings: Endings, place: Path, back: bool) -> None:  # noqa: F811
+def test_nothing_is_raised(endings: Child, place: Path, back: bool) -> None:  # noqa: F811
     site = Site(place, 2)
     errors = place / "errors"
     try:

@@ -13,7 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.conftest import disk_directory
-from tests.node.waits import new_keys, unknown, until
+from tests.kit.waiting import until
+from tests.node.waits import new_keys, unknown
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.node import NodeConfig
@@ -162,9 +163,7 @@ class Engine:
         )
 
     def loaded(self) -> LoadOutcome:
-        deadline = time.monotonic() + DEADLINE_S
-        while not (found := self.store.take_load_outcomes(0.02)):
-            assert time.monotonic() < deadline
+        found = until(lambda: self.store.take_load_outcomes(0.02))
         return found[0]
 
     def holds(self, keys: list[bytes]) -> bool:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.kit.child import Child
 from vllm_ssdkv.base.errors import SharedFileError
 from vllm_ssdkv.node.shared_files import SIDES, References, SharedFiles, Side
 
@@ -67,32 +66,22 @@ print(opened)
 """.replace("import mmap", "import mmap, os")
 
 
-def start(code: str, *arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-P", "-c", code, *map(str, arguments)]
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def start(code: str, *arguments: object) -> Child:
+    return Child.python("-P", "-c", code, *arguments)
 
 
-def line_of(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    line = process.stdout.readline().strip()
-    assert line or process.poll() is None, process.communicate()[1]
-    return line
-
-
-def holder(directory: Path, side: Side, wait_s: float = 0.0) -> subprocess.Popen[str]:
+def holder(directory: Path, side: Side, wait_s: float = 0.0) -> Child:
     """A process that has the file open on a side until its input ends."""
     process = start(HOLDER, directory, side, wait_s)
     if wait_s == 0:
-        assert line_of(process) == "open"
+        assert process.hear() == "open"
     return process
 
 
-def end(process: subprocess.Popen[str], by: int | None = None) -> None:
+def end(process: Child, by: int | None = None) -> None:
     if by is not None:
         process.send_signal(by)
-    process.communicate(timeout=PATIENCE_S)
+    process.wait()
 
 
 @pytest.fixture
@@ -140,14 +129,14 @@ def test_who_waits_gets_it_when_the_other_side_is_killed(directory: Path) -> Non
     time.sleep(0.2)
     assert SharedFiles(directory, "host").references("file") == References(node=1, host=0)
     end(process, signal.SIGKILL)
-    assert line_of(waiting) == "open"
+    assert waiting.hear() == "open"
     assert not can_open(directory, "node")
     end(waiting)
 
 
 def test_a_child_that_inherits_it_keeps_it(directory: Path) -> None:
     parent = start(PARENT, directory, "node")
-    child = int(line_of(parent))
+    child = int(parent.hear())
     end(parent, signal.SIGKILL)
     assert not can_open(directory, "host")
     assert SharedFiles(directory, "host").references("file") == References(node=1, host=0)
@@ -201,15 +190,12 @@ def test_both_sides_are_never_in_it_at_once(directory: Path) -> None:
         start(WALKER, directory, side, seen, number) for side in SIDES for number in range(2)
     ]
     for walker in walkers:
-        assert line_of(walker) == "ready"
+        assert walker.hear() == "ready"
     for walker in walkers:
-        assert walker.stdin is not None
-        walker.stdin.write("go\n")
-        walker.stdin.flush()
+        walker.say("go")
     for walker in walkers:
-        output, problem = walker.communicate(timeout=PATIENCE_S)
-        assert walker.returncode == 0, problem
-        assert int(output) > 0
+        assert int(walker.hear()) > 0
+        assert walker.wait() == 0
 
 
 def test_kills_at_random_moments_leave_nothing_held(directory: Path) -> None:
@@ -217,10 +203,8 @@ def test_kills_at_random_moments_leave_nothing_held(directory: Path) -> None:
     seen.write_bytes(bytes(64))
     for number in range(4):
         walker = start(WALKER, directory, SIDES[number % 2], seen, 0)
-        assert line_of(walker) == "ready"
-        assert walker.stdin is not None
-        walker.stdin.write("go\n")
-        walker.stdin.flush()
+        assert walker.hear() == "ready"
+        walker.say("go")
         time.sleep(draw.random() / 4)
         end(walker, signal.SIGKILL)
         seen.write_bytes(bytes(64))

@@ -6,7 +6,7 @@ import errno
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from uuid import UUID, uuid4
 
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tests.kit.waiting import until
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.cli.node.node import app
@@ -106,15 +107,6 @@ def rank(host: Host) -> Iterator[Rank]:
     made.close()
 
 
-def eventually(what: Callable[[], bool], seconds: float = 20.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not what():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 def test_what_is_written_is_read(rank: Rank) -> None:
     source = np.random.default_rng(1)
     half = rank.arena.nbytes // 2
@@ -161,12 +153,12 @@ def test_a_node_that_is_gone_fails_requests_at_once_and_comes_back(host: Host, r
     rank.arena.view(0, MIB)[:] = 7
     assert rank.move(Op.WRITE, [(0, 0, MIB, 0)]) == [MIB]
     host.stop()
-    assert eventually(lambda: rank.link.wire is None)
+    until(lambda: rank.link.wire is None)
     began = time.monotonic()
     assert rank.move(Op.READ, [(0, 0, MIB, MIB), (1, 0, 4096, MIB)]) == [-errno.ENOTCONN] * 2
     assert time.monotonic() - began < DEADLINE_S
     host.start()
-    assert eventually(lambda: rank.link.wire is not None)
+    until(lambda: rank.link.wire is not None)
     assert rank.move(Op.READ, [(0, 0, MIB, 2 * MIB)]) == [MIB]
     assert (rank.arena.view(2 * MIB, MIB) == 7).all()
     assert told == [False, True]
@@ -193,7 +185,7 @@ def test_a_lost_volume_is_told(host: Host, rank: Rank, tmp_path: Path) -> None:
     assert rank.link.missing(uuid4().bytes)
     directory = tmp_path / "ssd0" / "volumes" / str(UUID(bytes=NAMES[0]))
     host.stop()
-    assert eventually(lambda: rank.link.wire is None)
+    until(lambda: rank.link.wire is None)
     (directory / "rank0.data").unlink()
     host.start()
     time.sleep(1.0)
@@ -219,7 +211,7 @@ def test_volumes_are_listed_and_removed_by_a_command(
     assert code == 1
     assert "in use" in refused
     rank.close()
-    assert eventually(lambda: run("--remove", name)[0] == 0)
+    until(lambda: run("--remove", name)[0] == 0)
     assert not (tmp_path / "ssd1" / "volumes" / name).exists()
     assert name not in run()[1]
 

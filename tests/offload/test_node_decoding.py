@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.node.process import NodeProcess
+from tests.kit.node import NodeProcess
+from tests.kit.waiting import until
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SelectorName
@@ -181,18 +181,11 @@ def test_a_node_that_dies_costs_nothing_where_there_are_copies(
         elif step == 13:  # it is back, and attends again
             offloader = decoder.worker.offloader
             assert isinstance(offloader, NodeOffloader)
-            wait_until(lambda: offloader.nodes_in_use == len(nodes))
+            until(lambda: offloader.nodes_in_use == len(nodes))
 
     there = decoded(tmp_path / "state", selector, nodes, between, replicas=2)
     assert there.tokens == without_nodes(selector).tokens
     assert there.counters.total("offload_failures", cause="error") > 0
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_wrong_pages_are_read_from_the_other_copy(

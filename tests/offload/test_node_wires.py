@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.kit.waiting import until
 from tests.node.protocol.linked import Ends, linked
 from vllm_ssdkv.base.errors import NodeGoneError
 from vllm_ssdkv.base.metrics import Counters
@@ -63,13 +64,6 @@ def wires_of(link: Link, counters: Counters) -> NodeWires:
     return NodeWires(links, SHAPE, counters)
 
 
-def eventually(true: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 20
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return true()
-
-
 def test_who_waits_for_a_node_that_is_gone_waits_no_longer(opened: list[Any]) -> None:
     link = Link()
     wires = wires_of(link, Counters())
@@ -85,7 +79,7 @@ def test_who_waits_for_a_node_that_is_gone_waits_no_longer(opened: list[Any]) ->
     timer.join()
     assert wires.current() == [None]
     link.tell(True)
-    assert eventually(lambda: wires.current()[0] is not None)
+    until(lambda: wires.current()[0] is not None)
     assert wires.current()[0] is not wire
     assert len(opened) == 2
     assert wires.close(5.0)
@@ -97,7 +91,7 @@ def test_an_error_that_nothing_foresaw_ends_no_thread(opened: list[Any]) -> None
     link.tell(False)
     opened.append(OSError(errno.EMFILE, "too many open files"))
     link.tell(True)
-    assert eventually(lambda: wires.current()[0] is not None)
+    until(lambda: wires.current()[0] is not None)
     assert counters.total("thread_errors", thread="node") == 1
     assert wires.close(5.0)
 

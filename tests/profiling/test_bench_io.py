@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kit.child import Child
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.sizes import KIB, MIB
 from vllm_ssdkv.profiling.bench_io import fio, pools
@@ -155,13 +153,8 @@ with bench_files([Path(sys.argv[1])], 1, 4 << 20) as files:
 
 
 def test_what_a_killed_bench_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-P", "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE
-    ) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"up\n"
-        child.send_signal(signal.SIGKILL)
-        child.wait(30)
+    with Child.python("-P", "-c", KILLED, tmp_path) as child:
+        assert child.hear() == "up"
     assert (tmp_path / FOLDER / "blocks" / "0.bin").exists()
     deadline = time.monotonic() + 10  # the kernel closes the lock a moment after the end
     while True:

@@ -11,13 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
+from tests.kit.waiting import until
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.profiling.decode_harness.cells import Scale, groups
 from vllm_ssdkv.profiling.gpu_pack import __main__ as command
@@ -58,13 +58,6 @@ def plan(*stages: tuple[str, float], seconds: float = 100.0) -> Plan:
     environment = {**os.environ, "PYTHONPATH": str(STAGES)}
     made = [Stage(name, f"{name}_stage", limit, limit) for name, limit in stages]
     return Plan(made, seconds, True, environment)
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not happen"
-        time.sleep(0.05)
 
 
 def is_alive(pid: int) -> bool:

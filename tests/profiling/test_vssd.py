@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.waiting import until
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.profiling.bench_io.model import GEN4, DeviceModel
@@ -111,10 +112,7 @@ def test_space_is_limited_and_given_back(devices: tuple[Ssds, list[Path]]) -> No
             (first / "more").write_bytes(bytes(2 * MIB))
     path.unlink()
     (first / "more").unlink()
-    deadline = time.monotonic() + 30
-    while made.counters()[0]["used_bytes"]:  # the kernel forgets the file a moment later
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: not made.counters()[0]["used_bytes"])
 
 
 @needs_fuse

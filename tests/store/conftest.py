@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.faults import set_faults
+from tests.kit.waiting import until
 from tests.store.tails import NOTHING, Tails, tail_of
 from tests.store.unhurried import PATIENCE_S, UnhurriedEngine
 from vllm_ssdkv import _io
@@ -112,13 +112,6 @@ def striped(
     extents = [Extent(device, 0, count) for device, count in enumerate(units) if count]
     segment = Segment(0, slots, slots, lanes, tuple(extents), copies, rule=rule)
     return Placement(geometry, [segment], len(weights))
-
-
-def until(condition: Callable[[], bool], what: str = "it") -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not happen"
-        time.sleep(0.005)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.kit.waiting import until
 from tests.store.conftest import (
     BLOCK_TOKENS,
     PATIENCE_S,
@@ -21,7 +22,6 @@ from tests.store.conftest import (
     array,
     content,
     key_of,
-    until,
 )
 from vllm_ssdkv.base.errors import FormatError
 from vllm_ssdkv.base.metrics import Counters

@@ -27,8 +27,9 @@ import pytest
 from msgspec import UNSET
 from numpy.typing import NDArray
 
+from tests.kit.waiting import until
 from tests.store.chosen_pages import bring
-from tests.store.conftest import PATIENCE_S, array, key_of, until
+from tests.store.conftest import PATIENCE_S, array, key_of
 from tests.store.tails import Tails, tail_of
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import disk_directory
-from tests.store.conftest import until
+from tests.kit.child import Child
+from tests.kit.waiting import until
 from tests.store.filled_store import FilledStore
 from tests.store.lost_files_victim import SLOTS
 from tests.store.opening import close, fill, place
@@ -63,23 +62,16 @@ def killed() -> Iterator[dict[tuple[str, str], list[Path]]]:
         for devices in stores.values():
             for device in devices:
                 device.mkdir(parents=True)
-        victim = subprocess.Popen(
-            [sys.executable, str(VICTIM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        try:
-            assert victim.stdin is not None
-            assert victim.stdout is not None
-            victim.stdin.write(json.dumps([list(map(str, d)) for d in stores.values()]) + "\n")
-            victim.stdin.flush()
-            assert victim.stdout.readline() == "half\n"
+        with Child.python(VICTIM) as victim:
+            victim.say(json.dumps([list(map(str, d)) for d in stores.values()]))
+            assert victim.hear() == "half"
             paths = {}
             for (name, how), devices in stores.items():
                 device, file = FILES[name]
                 paths[name, how] = devices[device] / file
                 damage(paths[name, how], how)
-            victim.stdin.write("\n")
-            victim.stdin.flush()
-            assert victim.stdout.readline() == "all\n"
+            victim.say("")
+            assert victim.hear() == "all"
             for (name, how), path in paths.items():
                 if name != JOURNAL:
                     whole = stores[name, how][0] / (COPY if name == NAME else NAME)
@@ -87,9 +79,6 @@ def killed() -> Iterator[dict[tuple[str, str], list[Path]]]:
                         lambda path=path, whole=whole: manifest_at(path) == manifest_at(whole),
                         f"{path} again",
                     )
-        finally:
-            victim.kill()
-            victim.wait()
         yield stores
 
 

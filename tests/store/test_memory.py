@@ -15,7 +15,7 @@ import pytest
 
 from tests.crash import store_victim
 from tests.crash.store_victim import CHAIN, GEOMETRY, Victim, key_of
-from tests.store.conftest import until
+from tests.kit.waiting import until
 from vllm_ssdkv.store import open as opening
 from vllm_ssdkv.store.cache.frames import FrameState
 

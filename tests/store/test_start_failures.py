@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.store.conftest import until
+from tests.kit.waiting import until
 from tests.store.opening import fill, impatient, place
 from vllm_ssdkv.base.errors import DeviceError, StoreError
 from vllm_ssdkv.base.metrics import Counters

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.store.conftest import until
+from tests.kit.waiting import until
 from vllm_ssdkv.cli.bench import decode
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.config.engine import SSDKVConfig

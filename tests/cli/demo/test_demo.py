@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from tests.kit.waiting import until
 from vllm_ssdkv.base.errors import StoreError, StoreLockedError
 from vllm_ssdkv.cli.demo import demo, directories
 from vllm_ssdkv.cli.demo.plan import PHASES, TIMES_CAPACITY, DemoPlan, Phase
@@ -204,10 +205,7 @@ print('{{"event": "ready"}}', file=events, flush=True)
         child(text, tmp_path / "log")
     pids = [int(pid) for pid in child_process.tail(tmp_path / "log").split()]
     assert len(pids) == 2
-    deadline = time.monotonic() + 30
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, "a process was left behind"
-        time.sleep(0.05)
+    until(lambda: not any(alive(pid) for pid in pids), "a process was left behind")
 
 
 def test_a_signal_in_the_middle_of_a_start_leaves_no_process(

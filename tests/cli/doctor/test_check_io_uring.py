@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.kit.waiting import until
 from vllm_ssdkv import _io
 from vllm_ssdkv.base.host import lockable_memory
 from vllm_ssdkv.base.sizes import GIB, MIB
@@ -69,10 +69,7 @@ def test_probes_leave_no_descriptor_and_thread_behind() -> None:
 
     before = open_now()
     found = {finding.subject: finding for finding in check_io_uring.io_uring()}
-    deadline = time.monotonic() + 30
-    while open_now() - before:  # a thread that was joined leaves the kernel's list a moment later
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: not open_now() - before)
     usable = check_io_uring.io_uring_errno() == 0
     assert (found["io_uring"].level is Level.OK) == usable
     assert (found["io_uring engine"].level is Level.OK) == _io.has_uring

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,16 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.node.process import NodeProcess
+from tests.kit.node import NodeProcess
+from tests.kit.server import free_port
 from vllm_ssdkv.cli.main import app
 
 RUN = CliRunner()
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

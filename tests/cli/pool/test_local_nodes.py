@@ -6,13 +6,13 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.kit.waiting import until
 from vllm_ssdkv.cli.pool.local_nodes import LocalNodes
 from vllm_ssdkv.cli.pool.node_state import NodeState
 from vllm_ssdkv.config.pool import PoolConfig
@@ -95,9 +95,7 @@ def test_a_killed_node_is_known_to_be_gone_and_started_again(nodes: LocalNodes) 
     first, other = nodes.up(PATIENCE_S)
     assert first.pid is not None
     os.kill(first.pid, signal.SIGKILL)
-    deadline = time.monotonic() + PATIENCE_S
-    while nodes.status()[0].state != "stopped":
-        assert time.monotonic() < deadline
+    until(lambda: nodes.status()[0].state == "stopped")
     again = nodes.up(PATIENCE_S)
     assert states(again) == ["serves", "serves"]
     assert again[0].pid != first.pid
@@ -153,10 +151,7 @@ def test_only_down_kills(
 
 def await_words(folder: Path) -> None:
     """Until both have begun: before, any signal ends them."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not all(log_of(folder, name).read_text() for name in ("a", "b")):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: all(log_of(folder, name).read_text() for name in ("a", "b")))
 
 
 def test_a_long_log_is_put_aside(

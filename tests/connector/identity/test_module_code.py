@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from tests.alone import environment_with_tests
+from tests.kit.alone import environment_with_tests
 from vllm_ssdkv.connector.identity import module_code
 from vllm_ssdkv.connector.identity.loaded_model import plain
 from vllm_ssdkv.connector.identity.module_code import CodeProbe, ModelCode

@@ -8,8 +8,6 @@ import copy
 import json
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import cast
 
@@ -28,6 +26,7 @@ from prometheus_client import (
 from vllm.config import VllmConfig
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
+from tests.kit.child import Child
 from vllm_ssdkv.base.metrics import BY_NAME, METRICS, Counters, metric_key, parse_key
 from vllm_ssdkv.connector.metrics.stats import SSDKVPromMetrics, SSDKVStats
 
@@ -258,22 +257,9 @@ def test_several_api_servers_add_counters_and_show_the_newest_gauge(tmp_path: Pa
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     with contextlib.ExitStack() as stack:
         servers = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-c", MULTIPROCESS],
-                    env=environment,
-                    cwd=tmp_path,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-            )
+            stack.enter_context(Child.python("-c", MULTIPROCESS, env=environment, cwd=tmp_path))
             for _ in range(2)
         ]
         for told, (server, free) in enumerate(((0, 8), (1, 7), (0, 8), (1, 7), (1, 6)), 1):
-            ask, answer = servers[server].stdin, servers[server].stdout
-            assert ask is not None
-            assert answer is not None
-            ask.write(f"{free}\n")
-            ask.flush()
-            assert json.loads(answer.readline()) == [2 * told, free]
+            servers[server].say(str(free))
+            assert json.loads(servers[server].hear()) == [2 * told, free]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.kit.waiting import until
 from vllm_ssdkv.base.errors import DeadlineError
 from vllm_ssdkv.base.metrics import Counters, metric_key
 from vllm_ssdkv.config.engine import SSDKVConfig
@@ -150,13 +150,6 @@ def rig(
         gated.gate = threading.Semaphore(1 << 20)
         assert copier.close(PATIENCE_S)
         arena.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("mode", ["reuse", "page"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.kit.clock import Clock
 from vllm_ssdkv.node.client.awaited_chains import (
     ASK_S,
     LONGEST_S,
@@ -11,16 +12,8 @@ from vllm_ssdkv.node.client.awaited_chains import (
 )
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_a_request_asks_at_once_and_then_now_and_then() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     chains = AwaitedChains(clock)
     chain = chains.of("a")
     assert chain is chains.of("a")
@@ -36,7 +29,7 @@ def test_a_request_asks_at_once_and_then_now_and_then() -> None:
 
 
 def test_it_waits_as_long_as_something_comes() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     chains = AwaitedChains(clock)
     chain = chains.of("a")
     assert not chains.overdue(chain, 0.0), "it does not wait"
@@ -51,7 +44,7 @@ def test_it_waits_as_long_as_something_comes() -> None:
 
 
 def test_it_waits_no_longer_than_computing_would_take() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     chains = AwaitedChains(clock)
     chain = chains.of("a")
     for found in range(10):
@@ -62,7 +55,7 @@ def test_it_waits_no_longer_than_computing_would_take() -> None:
 
 
 def test_it_never_waits_for_ever() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     chains = AwaitedChains(clock)
     chain = chains.of("a")
     found = 0

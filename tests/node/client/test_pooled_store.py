@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.kit.waiting import until
 from tests.node.client.scripted_node import FRAME, Connection, ScriptedNode
-from tests.node.waits import until
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.node.client import pooled_store
 from vllm_ssdkv.node.client.hedging import LEAST_SAMPLES, HedgeBudget, LoadTimes
@@ -111,9 +111,7 @@ class Worker:
 
     def loaded(self) -> LoadOutcome:
         """Outcome of the oldest load that has ended."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not (found := self.store.take_load_outcomes(0.01)):
-            assert time.monotonic() < deadline
+        found = until(lambda: self.store.take_load_outcomes(0.01))
         return found[0]
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.kit.waiting import until
 from tests.node.client.scripted_node import SLOTS, Connection, ScriptedNode
-from tests.node.waits import unknown, until
+from tests.node.waits import unknown
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.node.client.node_link import NodeLink

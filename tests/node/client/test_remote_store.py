@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.kit.waiting import until
 from tests.node.client.scripted_node import FRAME, FRAMES, Connection, ScriptedNode
-from tests.node.waits import until
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.node.client import remote_store
 from vllm_ssdkv.node.client.remote_store import RemoteStore
@@ -149,10 +149,12 @@ class Engine:
 
     def outcome(self, patience_s: float = 20.0) -> LoadOutcome:
         """The next load that ends."""
-        deadline = time.monotonic() + patience_s
-        while not self._ended:
-            assert time.monotonic() < deadline, "a load hangs"
-            self._ended.extend(self.store.take_load_outcomes(0.02))
+        until(
+            lambda: self._ended,
+            "a load hangs",
+            seconds=patience_s,
+            between=lambda: self._ended.extend(self.store.take_load_outcomes(0.02)),
+        )
         return self._ended.popleft()
 
 

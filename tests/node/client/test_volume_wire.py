@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.kit.waiting import until
 from tests.node.client.scripted_node import Connection, ScriptedNode
-from tests.node.waits import until
 from vllm_ssdkv.node.client.session import Session
 from vllm_ssdkv.node.client.volume_wire import VolumeWire, WirePart
 from vllm_ssdkv.node.protocol.channel import Frame

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.waiting import until
 from tests.node.protocol.linked import KINDS, WAIT_S, Ends, channel_pair, linked, raw_and_channel
 from vllm_ssdkv.base.errors import NodeError, NodeGoneError, NodeRefusedError, ProtocolError
 from vllm_ssdkv.base.sizes import MIB
@@ -305,10 +306,7 @@ def test_who_does_not_receive_may_see_that_the_peer_left(ends: Ends) -> None:
     ends.engine.send(Done(), timeout=WAIT_S)
     assert not ends.node.peer_left
     ends.engine.close()
-    deadline = time.monotonic() + WAIT_S
-    while not ends.node.peer_left:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: ends.node.peer_left)
 
 
 def test_an_end_is_told_from_a_refusal(ends: Ends) -> None:

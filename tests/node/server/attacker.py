@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from tests.node.process import NodeProcess
+from tests.kit.node import NodeProcess
 from tests.node.protocol.frame_samples import framed
 from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.channel import Channel, Frame

@@ -18,11 +18,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from tests.alone import environment_with_tests
-from tests.node.process import NodeProcess
+from tests.kit.alone import environment_with_tests
+from tests.kit.node import NodeProcess
+from tests.kit.server import free_port
+from tests.kit.waiting import until
 from tests.node.protocol.frame_samples import SAMPLES, framed, hostile_session
 from tests.node.server.attacker import SPEC, WAIT_S, Attacker, connected, raw, raw_worker
-from tests.serving import free_port
 from vllm_ssdkv.base.errors import NodeError, NodeRefusedError
 from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.frames import Control, Flag, Header
@@ -345,10 +346,7 @@ def test_too_many_sessions_are_refused(node: NodeProcess) -> None:
 
 def _nobody_is_left(node: NodeProcess) -> None:
     """Wait until the node has forgotten the sessions of tests before."""
-    deadline = time.monotonic() + WAIT_S
-    while any(one.role != "status" for one in node.status().sessions):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: not any(one.role != "status" for one in node.status().sessions))
 
 
 # ---- memory ----
@@ -534,10 +532,7 @@ def test_frames_are_lent_to_so_many_loads_only(node: NodeProcess) -> None:
 
 def test_frames_that_are_never_copied_end_the_session(node: NodeProcess) -> None:
     address = Address.parse(node.address)
-    deadline = time.monotonic() + WAIT_S
-    while any(one.role == "worker" for one in node.status().sessions):  # frames come back from them
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: not any(one.role == "worker" for one in node.status().sessions))
     with Attacker(address, "scheduler") as scheduler, Attacker(address, "worker") as attacker:
         load = _stored(scheduler, attacker, 920)
         arrived = attacker.tell(load).message
@@ -606,20 +601,14 @@ def test_who_goes_while_it_waits_for_weights_is_forgotten(node: NodeProcess) -> 
         sock.sendall(framed(HELLO, 0) + framed(Bind(500.0), 1, call_id=2))
         while not any(one.run == "raw" for one in node.status().sessions):
             time.sleep(0.02)
-    deadline = time.monotonic() + 10
-    while any(one.run == "raw" for one in node.status().sessions):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: not any(one.run == "raw" for one in node.status().sessions))
 
 
 def test_a_lease_ends_with_silence(node: NodeProcess) -> None:
     with Attacker(Address.parse(node.address), "scheduler", "silent", beats=False) as attacker:
         attacker.call(Claim(keys(5000, 10)))
         assert any(one.run == "silent" and one.pins == 10 for one in node.status().sessions)
-        deadline = time.monotonic() + WAIT_S
-        while any(one.run == "silent" for one in node.status().sessions):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda: not any(one.run == "silent" for one in node.status().sessions))
 
 
 STOPPED = """
@@ -658,10 +647,7 @@ def test_a_stopped_client_amid_a_save_harms_nobody(tmp_path: Path) -> None:
                 _save_and_find(Address.parse(address))
                 assert time.monotonic() < begin + 3.0
                 # Its lease ends, and what it had claimed goes.
-                deadline = time.monotonic() + WAIT_S
-                while any(one.run == "stopped" for one in node.status().sessions):
-                    assert time.monotonic() < deadline
-                    time.sleep(0.2)
+                until(lambda: not any(one.run == "stopped" for one in node.status().sessions))
             finally:
                 stopped.send_signal(signal.SIGCONT)
                 stopped.kill()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
@@ -11,7 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.node.server.attacker import SPEC, WAIT_S, Attacker
+from tests.kit.waiting import until
+from tests.node.server.attacker import SPEC, Attacker
 from vllm_ssdkv.base.errors import ConfigError, NodeError, StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import DeviceConfig, SSDKVConfig
@@ -59,10 +59,7 @@ def make_volume(node: Node, nbytes: int, name: bytes) -> None:
 
 def wait_for_end(node: Node) -> None:
     """Wait until nobody uses what the node has."""
-    deadline = time.monotonic() + WAIT_S
-    while node.status().sessions:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not node.status().sessions)
 
 
 def spec_named(name: str, model: str = SPEC.model) -> StoreSpec:

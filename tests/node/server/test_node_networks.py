@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.kit.node import NodeProcess
+from tests.kit.waiting import until
 from tests.node.networks import NO_NAMESPACES, Host, two_hosts
-from tests.node.process import NodeProcess
 from tests.node.server.attacker import SPEC, Attacker
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.node.client.node_link import NodeLink
@@ -32,16 +33,6 @@ KEY = bytes(31) + b"k"
 def hosts() -> Iterator[tuple[Host, Host]]:
     with two_hosts() as found:
         yield found
-
-
-def eventually(what: Callable[[], bool], seconds: float = 30.0) -> bool:
-    """Check whether something becomes true."""
-    deadline = time.monotonic() + seconds
-    while not what():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def store_a_block(address: Address, keys: Path) -> None:
@@ -79,18 +70,18 @@ def test_an_engine_outlives_its_network(
         index = RemoteIndex(link, Counters())
         (slot,) = index.lookup([KEY])
         index.pin(index.lookup([KEY]))
-        assert eventually(lambda: pins(here, node, "second") == 1)
+        until(lambda: pins(here, node, "second") == 1)
 
         there.set_link("down")
         index.step()
         begin = time.monotonic()
         assert len(index.lookup([KEY])) == 0
         assert time.monotonic() < begin + 5
-        assert eventually(lambda: pins(here, node, "second") is None, 5 * LEASE_S)
+        until(lambda: pins(here, node, "second") is None, 5 * LEASE_S)
 
         there.set_link("up")
         index.step()
-        assert eventually(lambda: index.lookup([KEY]).tolist() == [slot])
+        until(lambda: index.lookup([KEY]).tolist() == [slot])
         index.close()
     finally:
         node.kill()

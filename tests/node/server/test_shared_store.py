@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.conftest import disk_directory
+from tests.kit.waiting import until
 from tests.node.server.attacker import Attacker
 from vllm_ssdkv.base.errors import NodeRefusedError, StoreError
 from vllm_ssdkv.base.metrics import Counters
@@ -165,15 +166,6 @@ def engines(node: Node) -> Iterator[list[Halves]]:
         engine.close()
 
 
-def eventually(what: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + WAIT_S
-    while not what():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 def test_a_block_is_found_when_all_ranks_have_saved_it(engines: list[Halves]) -> None:
     one, two = engines
     slots, epochs = one.claim(KEYS[:3])
@@ -207,7 +199,7 @@ def test_of_a_load_only_what_is_not_there_is_called_wrong(engines: list[Halves])
     one, two = engines
     slots, epochs = one.store(KEYS[:4])
     one.scheduler.tell(Drop(pack(slots[1:2]), pack(epochs[1:2]), "weights"))
-    assert eventually(lambda: len(two.find(KEYS[:4])[0]) == 1)
+    until(lambda: len(two.find(KEYS[:4])[0]) == 1)
     outcome = two.load(0, slots, epochs, KEYS[:4])
     assert not outcome.complete
     assert outcome.bad == [(int(slots[1]), int(epochs[1]))]
@@ -222,11 +214,11 @@ def test_what_an_engine_has_not_wholly_saved_goes_with_it(
     one.save(0, slots, epochs, KEYS[2:5])
     assert one.written(0, 3)[0] == sorted(slots.tolist())
     one.scheduler.tell(Pin(pack(kept), pack(one.find(KEYS[:2])[1])))
-    assert eventually(lambda: one.gauges()["pinned"] == 5)
+    until(lambda: one.gauges()["pinned"] == 5)
     one.close()
-    assert eventually(lambda: two.gauges()["pinned"] == 0)
+    until(lambda: two.gauges()["pinned"] == 0)
     assert two.find(KEYS)[0].tolist() == kept.tolist()
-    assert eventually(lambda: node.counters.total("node_pins_released") == 5)
+    until(lambda: node.counters.total("node_pins_released") == 5)
     # Their place and their keys are free again.
     two.store(KEYS[2:5])
     assert len(two.find(KEYS)[0]) == 5
@@ -239,12 +231,12 @@ def test_all_pins_of_a_slot_go_with_the_session(engines: list[Halves], node: Nod
     for _ in range(2):
         many = Pin(pack(np.repeat(kept, MAX_ENTRIES)), pack(np.repeat(epochs, MAX_ENTRIES)))
         one.scheduler.tell(many)
-    assert eventually(lambda: one.gauges()["pinned"] == 1)
+    until(lambda: one.gauges()["pinned"] == 1)
     one.scheduler.tell(Pin(pack(kept), pack(epochs)))
     one.gauges()  # all of them have come
     one.close()
-    assert eventually(lambda: two.gauges()["pinned"] == 0)
-    assert eventually(lambda: node.counters.total("node_pins_released") == 2 * MAX_ENTRIES + 1)
+    until(lambda: two.gauges()["pinned"] == 0)
+    until(lambda: node.counters.total("node_pins_released") == 2 * MAX_ENTRIES + 1)
     assert two.find(KEYS[:1])[0].tolist() == kept.tolist()
 
 
@@ -253,7 +245,7 @@ def test_blocks_that_are_dropped_on_their_way_are_told_as_failed(tmp_path: Path)
     one, two = Halves(node, "one"), Halves(node, "two")
     slots, epochs = one.claim(KEYS)
     one.save(0, slots, epochs, KEYS)
-    assert eventually(lambda: one.gauges()["pinned"] == len(KEYS))
+    until(lambda: one.gauges()["pinned"] == len(KEYS))
     time.sleep(0.1)
     two.scheduler.tell(Drop(pack(slots), pack(epochs), "weights"))
     # The one rank has saved them, the other comes too late.
@@ -263,7 +255,7 @@ def test_blocks_that_are_dropped_on_their_way_are_told_as_failed(tmp_path: Path)
     one.save(1, slots, epochs, KEYS)
     assert one.written(1, len(KEYS)) == ([], sorted(slots.tolist()))
     one.scheduler.tell(Unpin(pack(slots), pack(epochs)))
-    assert eventually(lambda: two.gauges()["pinned"] == 0)
+    until(lambda: two.gauges()["pinned"] == 0)
     one.close()
     two.close()
     assert node.close()
@@ -274,7 +266,7 @@ def test_an_engine_that_is_silent_loses_its_lease(engines: list[Halves], node: N
     with Attacker(node.addresses[0], "scheduler", "silent", spec=SPEC, beats=False) as silent:
         silent.call(Claim(pack_keys(KEYS[:2])))
         assert two.gauges()["pinned"] == 2
-        assert eventually(lambda: two.gauges()["pinned"] == 0)
+        until(lambda: two.gauges()["pinned"] == 0)
     assert two.claim(KEYS[:1])[0].tolist()[0] >= 0
 
 
@@ -287,7 +279,7 @@ def test_a_store_that_is_full_evicts_what_nobody_uses(engines: list[Halves]) -> 
     assert 0 < room <= total
     assert set(slots[room:].tolist()) == {NO_ROOM}
     one.scheduler.tell(Unpin(pack(slots[:room]), pack(epochs[:room])))
-    assert eventually(lambda: one.gauges()["pinned"] == 0)
+    until(lambda: one.gauges()["pinned"] == 0)
     two.store(KEYS)
     assert len(two.find(KEYS)[0]) == len(KEYS)
 
@@ -340,7 +332,7 @@ def test_stores_have_shares(tmp_path: Path) -> None:
     engines.pop(0).close()
     engines.pop(0).close()
     # Nobody uses the two any more: they give their shares up.
-    assert eventually(lambda: not node.status().sessions)
+    until(lambda: not node.status().sessions)
     engines.append(Halves(node, "three", _other("large")))
     assert engines[0].scheduler.welcome.num_slots > slots
     assert [store.model for store in node.status().stores] == ["large"]

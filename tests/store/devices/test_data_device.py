@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from tests.kit.child import Child
 from vllm_ssdkv import _io
 from vllm_ssdkv.base.errors import DeviceError, StoreLockedError
 from vllm_ssdkv.base.file_lock import lock_holder
@@ -266,23 +267,14 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
+def holder(folder: Path) -> Iterator[Child]:
     """Another process that has the device open."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(folder)],
-        cwd=folder.parent,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "locked\n"
-    with process:
+    with Child.python("-c", HOLDER, folder, cwd=folder.parent) as process:
+        assert process.hear() == "locked"
         yield process
-        process.kill()
 
 
-def test_another_process_is_named(folder: Path, holder: subprocess.Popen[str]) -> None:
+def test_another_process_is_named(folder: Path, holder: Child) -> None:
     begin = time.monotonic()
     with pytest.raises(StoreLockedError, match="in use by") as caught:
         open_at(folder, patience_s=0.1)
@@ -295,14 +287,13 @@ def test_another_process_is_named(folder: Path, holder: subprocess.Popen[str]) -
         assert f"process {holder.pid}" in str(caught.value)
 
 
-def test_a_killed_process_lets_go(folder: Path, holder: subprocess.Popen[str]) -> None:
+def test_a_killed_process_lets_go(folder: Path, holder: Child) -> None:
     holder.send_signal(signal.SIGKILL)
     open_at(folder, patience_s=PATIENCE_S).close()
 
 
-def test_a_lock_is_taken_as_soon_as_it_is_free(folder: Path, holder: subprocess.Popen[str]) -> None:
-    assert holder.stdin is not None
-    holder.stdin.close()  # ends it, while we already wait
+def test_a_lock_is_taken_as_soon_as_it_is_free(folder: Path, holder: Child) -> None:
+    holder.close_input()  # ends it, while we already wait
     open_at(folder, patience_s=PATIENCE_S).close()
 
 

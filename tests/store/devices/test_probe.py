@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kit.clock import Clock
 from tests.store.conftest import PAGED, PATIENCE_S
-from tests.store.model_time import ModelTime
 from vllm_ssdkv.base.errors import DeviceError
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.io_engine import EngineOptions, FaultRule, ThrottleRule
@@ -47,7 +47,7 @@ def test_weights_follow_rates(measured: list[float]) -> None:
 def test_a_slow_device_is_measured_as_such(
     tmp_devices: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ModelTime().govern(monkeypatch, probe, throttled)
+    Clock().govern(monkeypatch, probe, throttled)
     paths = tmp_devices(3)
     throttle = (
         ThrottleRule(device=0, bandwidth=80e6),

@@ -13,8 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.kit.clock import Clock
 from tests.store.conftest import PATIENCE_S, MakeStore, array, key_of
-from tests.store.model_time import ModelTime
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.io_engine import ThrottleRule
 from vllm_ssdkv.store.devices.throughput import (
@@ -45,7 +45,7 @@ PATHS = ("/a", "/b", "/c", "/d")
 MB = 1 << 20
 
 
-class Clock:
+class Batches:
     """Batches over all devices, one after the other, each device with a rate in bytes a second and
     a latency. Pieces are of 128 KiB. Nobody looked for the part ``unseen`` of the time that each
     takes, before it was seen to have ended."""
@@ -81,13 +81,13 @@ SLOW_ENOUGH = (WINDOWS + 2) * WINDOW_S
 
 
 def test_equal_devices_are_left_alone() -> None:
-    clock = Clock([1.0] * 4)
+    clock = Batches([1.0] * 4)
     assert clock.run(20.0, [100.0 * MB, 90.0 * MB, 110.0 * MB, 80.0 * MB], [4 * MB] * 4) == {}
 
 
 @pytest.mark.parametrize("unseen", [0.1, 0.2, 0.3, 0.6, 0.9])
 def test_ends_that_are_seen_late_lead_to_no_wrong_verdict(unseen: float) -> None:
-    clock = Clock([1.0] * 4)
+    clock = Batches([1.0] * 4)
     clock.unseen = unseen
     equal, slow = [100.0 * MB] * 4, [100.0 * MB, 100.0 * MB, 20.0 * MB, 100.0 * MB]
     assert clock.run(10.0, equal, [4 * MB] * 4) == {}
@@ -165,7 +165,7 @@ def test_whenever_somebody_looks_what_is_said_is_true(
 
 
 def test_a_slow_device_is_found_and_forgiven(caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock([1.0] * 4)
+    clock = Batches([1.0] * 4)
     rates = [100.0 * MB, 100.0 * MB, 20.0 * MB, 100.0 * MB]
     with caplog.at_level(logging.INFO):
         assert clock.run(SLOW_ENOUGH, rates, [4 * MB] * 4) == {2: pytest.approx(0.15)}
@@ -182,7 +182,7 @@ def test_a_slow_device_is_found_and_forgiven(caplog: pytest.LogCaptureFixture) -
 
 def test_latency_is_no_slowness() -> None:
     """The time that a device with little to do spends on it says nothing of its bandwidth."""
-    clock = Clock([1.0] * 3, latency=0.02)
+    clock = Batches([1.0] * 3, latency=0.02)
     assert clock.run(10.0, [100.0 * MB] * 3, [8 * MB, 8 * MB, 5 * MB // 8]) == {}
     assert clock.speed.rates().tolist() == pytest.approx([1.0] * 3)
     found = clock.run(SLOW_ENOUGH, [100.0 * MB, 100.0 * MB, 20.0 * MB], [4 * MB] * 3)
@@ -192,7 +192,7 @@ def test_latency_is_no_slowness() -> None:
 @pytest.mark.parametrize("part", [MB // 4, MB // 2])
 def test_a_slow_device_with_little_to_do_is_seen_to_recover(part: int) -> None:
     """Parts that are one piece are little more than latency: no reason to believe it slower."""
-    clock, parts = Clock([1.0] * 3, latency=0.004), [4 * MB, 4 * MB, part]
+    clock, parts = Batches([1.0] * 3, latency=0.004), [4 * MB, 4 * MB, part]
     rates = [100.0 * MB, 100.0 * MB, 20.0 * MB]
     assert clock.run(SLOW_ENOUGH, rates, [4 * MB] * 3) == {2: pytest.approx(0.15)}
     assert clock.run(10.0, rates, parts) == {}
@@ -201,7 +201,7 @@ def test_a_slow_device_with_little_to_do_is_seen_to_recover(part: int) -> None:
 
 
 def test_reads_follow_the_latest_window() -> None:
-    clock = Clock([1.0] * 3)
+    clock = Batches([1.0] * 3)
     slow = [100.0 * MB, 100.0 * MB, 20.0 * MB]
     assert clock.run(2 * WINDOW_S, slow, [4 * MB] * 3) == {}  # nothing is said yet
     assert clock.speed.rates().tolist() == pytest.approx([1.0, 1.0, 0.2])
@@ -227,7 +227,7 @@ def test_a_slow_device_gets_too_little_rather_than_too_much(
     found: float, said: float | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In steps, and never all that it can do: with a moment's surplus, all others wait for it."""
-    clock = Clock([1.0] * 3)
+    clock = Batches([1.0] * 3)
     news = clock.run(SLOW_ENOUGH * 4, [100.0 * MB, 100.0 * MB, found * 100 * MB], [MB] * 3)
     assert news == ({} if said is None else {2: pytest.approx(said)})
     assert len(caplog.records) == (said is not None)  # nor is it said again and again
@@ -237,7 +237,7 @@ def test_where_bounds_are_far_apart_a_slow_device_gets_no_more_than_the_lower_on
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """All would wait for it."""
-    clock = Clock([1.0] * 3)
+    clock = Batches([1.0] * 3)
     clock.unseen = 0.22  # so that it is worth 0.16 to 0.26
     found = clock.run(SLOW_ENOUGH, [100.0 * MB, 100.0 * MB, 20.0 * MB], [4 * MB] * 3)
     assert found == {2: pytest.approx(0.15)}
@@ -245,13 +245,13 @@ def test_where_bounds_are_far_apart_a_slow_device_gets_no_more_than_the_lower_on
 
 
 def test_weights_are_what_devices_are_compared_with() -> None:
-    clock = Clock([4.0, 1.0])
+    clock = Batches([4.0, 1.0])
     assert clock.run(10.0, [400.0 * MB, 100.0 * MB], [4 * MB, MB]) == {}
     assert clock.run(SLOW_ENOUGH, [400.0 * MB, 51.0 * MB], [4 * MB, MB]) == {1: pytest.approx(0.45)}
 
 
 def test_a_short_pause_is_no_slowness() -> None:
-    clock = Clock([1.0] * 2)
+    clock = Batches([1.0] * 2)
     for _ in range(6):
         assert clock.run((WINDOWS - 2) * WINDOW_S, [100.0 * MB, 10.0 * MB], [MB] * 2) == {}
         assert clock.run(4 * WINDOW_S, [100.0 * MB] * 2, [MB] * 2) == {}
@@ -341,7 +341,7 @@ def test_new_slots_soon_use_the_devices_as_they_are(
     make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, devices: int
 ) -> None:
     """One device at a fifth of its speed, a full store: bytes per device approach the optimum."""
-    ModelTime().govern(monkeypatch, slot_io, slot_request, throttled)
+    Clock().govern(monkeypatch, slot_io, slot_request, throttled)
     geometry = SlotGeometry("opaque", 1, 1, 1, 130_000)
     speeds = [1.0] * devices
     speeds[1] = 0.2
@@ -411,7 +411,7 @@ def test_reads_with_two_copies_soon_use_the_devices_as_they_are(
     make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What lies there stays where it is: of each piece, the copy is read that is there sooner."""
-    ModelTime().govern(monkeypatch, slot_io, slot_request, throttled)
+    Clock().govern(monkeypatch, slot_io, slot_request, throttled)
     speeds = np.array([1.0, 0.2, 1.0, 1.0])
     rig = make_store(
         SlotGeometry("opaque", 1, 1, 1, 130_000),

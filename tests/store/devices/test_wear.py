@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.store.conftest import until
+from tests.kit.clock import Clock
+from tests.kit.waiting import until
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.store.devices import wear as ledger_file
 from vllm_ssdkv.store.devices.wear import MAX_DEVICES, NAME, WearLedger
@@ -17,20 +18,12 @@ DAY = 86400
 NOON = 20_000 * DAY + DAY // 2
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = float(NOON)
-
-    def __call__(self) -> float:
-        return self.now
-
-
 Open = Callable[..., WearLedger]
 
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(float(NOON))
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import UUID
@@ -15,6 +14,7 @@ from uuid import UUID
 import numpy as np
 import pytest
 
+from tests.kit.waiting import until
 from vllm_ssdkv.base.errors import FormatError, StoreError, StoreLockedError
 from vllm_ssdkv.store.format.journal_record import HEADER_BYTES, RECORD_BYTES, Kind, encode_records
 from vllm_ssdkv.store.index import journal_file
@@ -40,13 +40,6 @@ def open_journal(path: Path, **options: object) -> Journal:
         "slack_records": 4,
     }
     return Journal(path, **(defaults | options))  # type: ignore[arg-type]  # keyword table
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the journal's thread did not get there"
-        time.sleep(0.002)
 
 
 class Owner:
@@ -495,7 +488,7 @@ def test_the_thread_syncs_once_and_only_when_there_is_something(
     owner = Owner(open_journal(path, sync_interval_s=0.05))
     owner.put(1, 1, key(1))
     owner.put(2, 2, key(2))
-    wait_until(lambda: gate.calls > 0)
+    until(lambda: gate.calls > 0)
     assert owner.journal.sync(DEADLINE_S)
     assert owner.journal.sync(DEADLINE_S)
     assert gate.calls <= 2
@@ -534,7 +527,7 @@ def test_records_appended_during_a_rewrite_are_in_it(
     owner.churn(15, 3)
     assert content(path) == owner.live  # a kill during the rewrite
     gate.open.set()
-    wait_until(lambda: owner.journal.counters["rewrites"] == 1)
+    until(lambda: owner.journal.counters["rewrites"] == 1)
     assert content(path) == owner.live
     owner.churn(18, 3)
     assert content(path) == owner.live
@@ -567,7 +560,7 @@ def test_closing_waits_for_a_slow_rewrite(path: Path, monkeypatch: pytest.Monkey
             writes.release()
             return journal._steps > before or not thread.is_alive()
 
-        wait_until(progress)
+        until(progress)
 
     monkeypatch.setattr(thread, "join", join)
     assert journal.close(0.5)
@@ -588,9 +581,9 @@ def test_a_rewrite_that_hangs_too_long_is_void_and_repeated(
     assert owner.journal.degraded  # the file is at its bound, and the rewrite hangs
     assert path.stat().st_size <= owner.journal.max_bytes
     gate.open.set()
-    wait_until(lambda: counters["rewrite_errors"] == 1)
+    until(lambda: counters["rewrite_errors"] == 1)
     owner.churn(55, 1)
-    wait_until(lambda: counters["rewrites"] == 1)
+    until(lambda: counters["rewrites"] == 1)
     assert not owner.journal.degraded
     assert content(path) == owner.live
     assert owner.journal.close(DEADLINE_S)
@@ -623,11 +616,11 @@ def test_an_error_amid_a_rewrite_ends_no_thread(
 ) -> None:
     owner = Unfit(open_journal(path, sync_interval_s=1000.0), method, times=1)
     owner.churn(1, 14)  # longer than 2 * live + slack
-    wait_until(lambda: owner.journal.counters["rewrite_errors"] == 1)
+    until(lambda: owner.journal.counters["rewrite_errors"] == 1)
     assert content(path) == owner.live
     owner.churn(15, 3)
     assert owner.journal.sync(DEADLINE_S)
-    wait_until(lambda: owner.journal.counters["rewrites"] == 1)
+    until(lambda: owner.journal.counters["rewrites"] == 1)
     assert content(path) == owner.live
     assert list(path.parent.iterdir()) == [path]  # no temporary file is left
     assert owner.journal.close(DEADLINE_S)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
 import tracemalloc
 from pathlib import Path
 from uuid import UUID
@@ -13,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.kit.child import Child
 from vllm_ssdkv.base.errors import StoreFullError
 from vllm_ssdkv.store.index.journal import Journal
 from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS, SlotIndex, SlotState
@@ -448,19 +446,12 @@ while True:
     if journal.nbytes > journal.max_bytes * 3 // 4:  # the drive is slow: let a rewrite end
         index.flush()
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True, cwd="/"
-    ) as child:
-        assert child.stdout is not None
-        deadline = time.monotonic() + DEADLINE_S
+    with Child.python("-c", code, path, cwd="/") as child:
         last = -1
         while last < 300:
-            assert time.monotonic() < deadline
-            last = int(child.stdout.readline())
-        child.kill()
-        rest = child.stdout.read().split()
-        assert child.wait(DEADLINE_S) == -9
-    last = int(rest[-1]) if rest else last
+            last = int(child.hear())
+        assert child.kill() == -9
+        last = int([last, *child.rest()][-1])
     index = open_index(path, 16)
     recovered = {n for n in range(last + 2) if found(index, n)}
     # The step that was cut off may have evicted one more and stored one more.

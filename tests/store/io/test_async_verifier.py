@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.store.conftest import PATIENCE_S, until
+from tests.kit.waiting import until
+from tests.store.conftest import PATIENCE_S
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.store.io.async_verifier import AsyncVerifier
 from vllm_ssdkv.store.io.engines.protocol import I32

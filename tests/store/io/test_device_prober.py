@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults import set_faults
-from tests.store.conftest import PATIENCE_S, until
+from tests.kit.waiting import until
+from tests.store.conftest import PATIENCE_S
 from tests.store.opening import Opened, place
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.store.devices.health import LAST_RETRY_S

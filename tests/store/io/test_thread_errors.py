@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.kit.waiting import until
 from tests.store.conftest import (
     PAGED,
     PAGED_ENCRYPTED,
@@ -16,7 +17,6 @@ from tests.store.conftest import (
     MakeStore,
     StoreRig,
     array,
-    until,
 )
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.kit.child import Child
 from tests.store.checked_store import check, make
 from tests.store.filled_store import FilledStore
 from tests.store.opening import Opened, close, place
@@ -93,23 +93,11 @@ def test_a_copy_of_the_state_directory_resumes_nothing(tmp_path: Path) -> None:
         resume(find_store([], backup))
     assert [copy.read_bytes() for copy in copies] == before
     assert reason_of(store) == REASON
-    command = [
-        "flock",
-        "--no-fork",
-        str(store.devices[1] / "rank0.data"),
-        "sh",
-        "-c",
-        "echo; exec sleep 60",
-    ]
-    engine = subprocess.Popen(command, stdout=subprocess.PIPE)
-    try:
-        assert engine.stdout is not None
-        engine.stdout.readline()
+    hold = ["sh", "-c", "echo held; exec sleep 60"]
+    with Child("flock", "--no-fork", store.devices[1] / "rank0.data", *hold) as engine:
+        assert engine.hear() == "held"
         with pytest.raises(StoreLockedError, match="in use"):
             resume(find_store(store.devices, backup))
-    finally:
-        engine.kill()
-        engine.communicate()
     assert [copy.read_bytes() for copy in copies] == before
 
 

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.kit.waiting import until
 from tests.store.conftest import (
     OPAQUE,
     PAGED,
@@ -22,7 +23,6 @@ from tests.store.conftest import (
     MakeStore,
     StoreRig,
     array,
-    until,
 )
 from vllm_ssdkv.store import tiered_store
 from vllm_ssdkv.store.devices.health import CONDEMN_S, FAILURES_TO_CONDEMN

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.kit.waiting import until
 from tests.store.conftest import (
     ALL,
     PAGED,
@@ -15,7 +16,6 @@ from tests.store.conftest import (
     MakeStore,
     StoreRig,
     array,
-    until,
 )
 from tests.store.maintenance.test_scrubber import scrubbing
 from vllm_ssdkv.store import tiered_store

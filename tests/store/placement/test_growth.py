@@ -15,7 +15,8 @@ from uuid import uuid4
 import pytest
 from typer.testing import CliRunner
 
-from tests.store.conftest import PAGED, PATIENCE_S, until
+from tests.kit.waiting import until
+from tests.store.conftest import PAGED, PATIENCE_S
 from tests.store.opening import MODEL, Opened, close, fill, found
 from vllm_ssdkv.base import host
 from vllm_ssdkv.base.errors import StoreError

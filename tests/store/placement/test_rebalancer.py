@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.store.conftest import array, key_of, until
+from tests.kit.waiting import until
+from tests.store.conftest import array, key_of
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.store.device_weights import DeviceWeights

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kit.waiting import until
 from tests.store import chosen_pages
 from tests.store.chosen_pages import bring, context, cross
 from tests.store.conftest import (
@@ -23,7 +24,6 @@ from tests.store.conftest import (
     StoreRig,
     array,
     content,
-    until,
 )
 from tests.store.devices.test_queue_depths import Going
 from vllm_ssdkv.base.metrics import Counters

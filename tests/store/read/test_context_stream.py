@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.kit.waiting import until
 from tests.store.conftest import (
     PAGED,
     PAGED_ENCRYPTED,
@@ -20,7 +21,6 @@ from tests.store.conftest import (
     Slots,
     StoreRig,
     array,
-    until,
 )
 from vllm_ssdkv.store.cache.frames import FrameState
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry

@@ -5,15 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.kit.clock import Clock
 from vllm_ssdkv.store.read.prefetch_budget import PrefetchBudget
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def load(*pages: int) -> NDArray[np.int64]:

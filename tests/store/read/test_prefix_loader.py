@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.kit.waiting import until
 from tests.store.conftest import (
     ALL,
     BLOCK_TOKENS,
@@ -26,7 +27,6 @@ from tests.store.conftest import (
     StoreRig,
     array,
     content,
-    until,
 )
 from vllm_ssdkv.store.cache.frames import FrameState
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.kit.waiting import until
 from tests.store.conftest import (
     ALL,
     OPAQUE,
@@ -14,7 +15,6 @@ from tests.store.conftest import (
     MakeStore,
     StoreRig,
     array,
-    until,
 )
 from tests.store.read.test_prefix_loader import assert_hbm, ok
 from tests.store.unhurried import PATIENCE_S

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.store.conftest import ALL, OPAQUE, PAGED, MakeStore, StoreRig, array, until
+from tests.kit.waiting import until
+from tests.store.conftest import ALL, OPAQUE, PAGED, MakeStore, StoreRig, array
 from tests.store.read.test_prefix_loader import assert_hbm, ok
 from vllm_ssdkv.store.cache.frames import FrameState
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry

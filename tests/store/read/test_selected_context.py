@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.kit.waiting import until
 from tests.store.chosen_pages import (
     BOTH,
     Wanted,
@@ -31,7 +32,6 @@ from tests.store.conftest import (
     MakeStore,
     array,
     content,
-    until,
 )
 from vllm_ssdkv.store.cache.selected_pages import Pages
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry

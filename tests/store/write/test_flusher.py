@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.kit.waiting import until
 from tests.store.conftest import (
     ALL,
     DIGEST,
@@ -26,7 +27,6 @@ from tests.store.conftest import (
     array,
     content,
     key_of,
-    until,
 )
 from vllm_ssdkv.base.checksum import checksum_bytes
 from vllm_ssdkv.store.cache.frames import FrameState

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.store.conftest import OPAQUE, PATIENCE_S, MakeStore, StoreRig, array, striped, until
+from tests.kit.waiting import until
+from tests.store.conftest import OPAQUE, PATIENCE_S, MakeStore, StoreRig, array, striped
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.store.devices.data_device import OpenDevice, open_device

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.kit.waiting import until
 from vllm_ssdkv import _io
 from vllm_ssdkv.config.io_engine import EngineOptions
 from vllm_ssdkv.store.io.engines.protocol import PENDING, Batch, Op
@@ -134,9 +135,7 @@ def test_threads_leave_the_core_of_their_parent(rig: Rig, one_at_a_time: EngineO
         rig.open(one_at_a_time)
     finally:
         os.sched_setaffinity(0, allowed)
-    deadline = time.monotonic() + PATIENCE_S
-    while not io_threads():  # a thread names itself after it has moved
-        assert time.monotonic() < deadline
+    until(io_threads)
     for task in io_threads():
         assert len(os.sched_getaffinity(int(task.name))) > 1
 

@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.kit.waiting import until
 from vllm_ssdkv.config.io_engine import EngineOptions
 
 if TYPE_CHECKING:
@@ -33,10 +33,7 @@ def test_every_device_has_its_own_threads_and_close_ends_them(rig: Rig) -> None:
     started = tasks() - before
     assert len(started) == 15
     assert engine.close(PATIENCE_S)
-    deadline = time.monotonic() + PATIENCE_S
-    while started & tasks():  # a thread that was joined leaves the kernel's list a moment later
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: not started & tasks())
 
 
 def stuck(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from tests.kit.waiting import until
 from tests.store.io.conftest import skip_if_absent
 from vllm_ssdkv.config.io_engine import EngineOptions
 from vllm_ssdkv.store.io.engines.protocol import PENDING, Op
@@ -82,10 +83,7 @@ def test_eight_devices_share_a_ring(rig: Rig, submit: Submit, devices: int, expe
     assert all(statistics[f"ring_enters.{ring}"] >= 1 for ring in range(expected))
     assert f"ring_enters.{expected}" not in statistics
     assert engine.close(PATIENCE_S)
-    deadline = time.monotonic() + PATIENCE_S
-    while rings():  # a thread that was joined leaves the kernel's list a moment later
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: not rings())
 
 
 def test_no_more_in_flight_than_the_depth(rig: Rig, submit: Submit) -> None:
@@ -261,9 +259,7 @@ def test_close_while_others_submit(rig: Rig, submit: Submit) -> None:
     workers = [threading.Thread(target=work) for _ in range(4)]
     for worker in workers:
         worker.start()
-    deadline = time.monotonic() + PATIENCE_S
-    while not batches:
-        assert time.monotonic() < deadline
+    until(lambda: batches)
     time.sleep(0.01)
     engine.close(0.0)
     for worker in workers:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kit.clock import Clock
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.config.io_engine import ThrottleRule
 from vllm_ssdkv.store.io.engines.protocol import PENDING, Batch, Op
@@ -23,14 +24,6 @@ if TYPE_CHECKING:
 PAGE = 4096
 SECOND = PAGE * 100  # bytes that a device of BANDWIDTH moves in a second
 BANDWIDTH = float(SECOND)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def engine(*rules: ThrottleRule, devices: int = 2) -> tuple[ThrottledEngine, Clock]:

@@ -27,8 +27,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.alone import environment_with_tests
-from tests.e2e.engine import MAX_TOKENS, Engine, Tokens, end_with_parent, preload
+from tests.kit.alone import environment_with_tests
+from tests.kit.engine import MAX_TOKENS, Engine, Tokens, end_with_parent, preload
 from tests.node.networks import enter
 from vllm_ssdkv.node.client import awaited_chains
 
@@ -75,7 +75,7 @@ class Forks:
         self._lock = threading.Lock()
         with theirs:
             subprocess.Popen(
-                [sys.executable, "-P", "-m", "tests.e2e.node_engine", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "tests.kit.engine_process", str(theirs.fileno())],
                 env=environment_with_tests(folder),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
