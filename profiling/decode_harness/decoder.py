@@ -25,6 +25,7 @@ from vllm_ssdkv.config.request import RequestOptions
 from vllm_ssdkv.connector.identity.loaded_model import LoadedModel
 from vllm_ssdkv.connector.kv_layout import KVLayout, paged_geometry
 from vllm_ssdkv.connector.messages import ContextDelta, CopyToDram, Flush, Row, StepPlan
+from vllm_ssdkv.connector.worker.binding import Binding
 from vllm_ssdkv.connector.worker.device_memory import held_for_summaries, hold_summary_memory
 from vllm_ssdkv.connector.worker.paged_attention import attend_layer, rows_of_step, store_new
 from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank
@@ -188,8 +189,7 @@ class PagedDecoder:
             self.layout,
             EmbeddedRank(opened, drives),
             tuple(range(self._layers)),
-            LoadedModel(modules, lambda: ""),
-            functools.partial(place.tell_weights, 0),
+            Binding(LoadedModel(modules, lambda: ""), 0, functools.partial(place.tell_weights, 0)),
         )
         self._caches: list[torch.Tensor] = []
         try:

@@ -13,7 +13,7 @@ from tests.e2e.workload import kv_tokens, page_mode
 from tests.kit.engine import Engine
 from tests.kit.waiting import until
 from vllm_ssdkv.connector import active_worker
-from vllm_ssdkv.connector.worker import worker
+from vllm_ssdkv.connector.worker import loads
 
 WINDOW, CHUNK, BLOCK = 128, 256, 32
 SHORT, LONG = prompts((1500, 1700), seed=53)
@@ -28,7 +28,7 @@ def test_what_is_streamed_is_kept_when_there_is_room(
     models: dict[str, Path], stock: Stock, devices: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Computed beside the other one, then as a hit; tokens are stock vLLM's."""
-    monkeypatch.setattr(worker, "PROMOTION_PAUSE_S", 0.0)
+    monkeypatch.setattr(loads, "PROMOTION_PAUSE_S", 0.0)
     (wanted,) = stock.answers("llama", [LONG], max_tokens=TOKENS)
     with Engine(
         models["llama"],

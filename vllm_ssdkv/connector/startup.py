@@ -45,6 +45,7 @@ from vllm_ssdkv.connector.scheduler.scheduler_parts import EngineFacts, Schedule
 from vllm_ssdkv.connector.scheduler.speculation import Speculation
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
 from vllm_ssdkv.connector.worker.amx import request_amx
+from vllm_ssdkv.connector.worker.binding import Binding
 from vllm_ssdkv.connector.worker.block_comparison import element_type
 from vllm_ssdkv.connector.worker.device_memory import held_for_summaries
 from vllm_ssdkv.connector.worker.node_rank import NodeRank
@@ -144,7 +145,8 @@ def open_worker(
         )
         shape = x_shape(config, vllm_config)
         x_layers = [] if shape is None else [modules[n] for n in layout.layer_names]
-        worker = SSDKVWorker(config, layout, access, layers, model, tell_weights, x_layers, shape)
+        binding = Binding(model, rank, tell_weights)
+        worker = SSDKVWorker(config, layout, access, layers, binding, x_layers, shape)
         stack.pop_all()
     return worker
 

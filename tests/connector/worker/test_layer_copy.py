@@ -25,6 +25,7 @@ from vllm_ssdkv.connector.identity.loaded_model import LoadedModel
 from vllm_ssdkv.connector.identity.module_tree import TREE
 from vllm_ssdkv.connector.kv_layout import KVLayout, block_layout, paged_geometry
 from vllm_ssdkv.connector.messages import ContextDelta, CopyFrames, CopyToDram, Flush, Row, StepPlan
+from vllm_ssdkv.connector.worker.binding import Binding
 from vllm_ssdkv.connector.worker.block_copy import BlockPort, OpaquePort, PagedPort
 from vllm_ssdkv.connector.worker.layer_copy import LEAST_BYTES, MOST_WAITING, LayerCopier
 from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank
@@ -421,7 +422,8 @@ def worker(tmp_path: Path) -> Iterator[SSDKVWorker]:
     root = torch.nn.Sequential(torch.nn.Linear(2, 2))
     model = LoadedModel(root, str)
     access = EmbeddedRank(open_rank(place, 0, place.counters, 0))
-    made = SSDKVWorker(config, layout_of(geometry), access, range(LAYERS), model, lambda _: None)
+    binding = Binding(model, 0, lambda _: None)
+    made = SSDKVWorker(config, layout_of(geometry), access, range(LAYERS), binding)
     caches = {name: torch.randn(BLOCKS, HEADS * TOKENS * SIZE * 2) for name in NAMES}
     made.register(caches)
     assert made.layers is not None

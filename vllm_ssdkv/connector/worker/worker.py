@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,27 +15,20 @@ from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.attention.sparse_deviation import SparseDeviation
 from vllm_ssdkv.base.errors import FpgaError, StoreError
 from vllm_ssdkv.base.metrics import TELL_INTERVAL_S, Counters
-from vllm_ssdkv.base.sizes import approximate_size
 from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.connector.identity.loaded_model import LoadedAdapters, LoadedModel
 from vllm_ssdkv.connector.kv_layout import KVLayout, block_layout
 from vllm_ssdkv.connector.messages import (
     BACKGROUND,
-    PROMOTION,
-    Adapter,
-    Comparison,
     CopyFrames,
     CopyToDram,
     Flush,
-    Load,
-    LoadTime,
     RankReport,
     SlotArray,
     StepPlan,
 )
+from vllm_ssdkv.connector.worker.binding import Binding
 from vllm_ssdkv.connector.worker.block_comparison import (
     BlockComparer,
-    StoredBlocks,
     element_type,
     layers_of_tokens,
 )
@@ -58,6 +50,7 @@ from vllm_ssdkv.connector.worker.device_memory import (
 )
 from vllm_ssdkv.connector.worker.layer_copy import LayerCopier
 from vllm_ssdkv.connector.worker.layer_projector import LayerProjector
+from vllm_ssdkv.connector.worker.loads import Loads
 from vllm_ssdkv.connector.worker.paged_step import PagedStep
 from vllm_ssdkv.connector.worker.rank_store import (
     EmbeddedRank,
@@ -88,7 +81,6 @@ from vllm_ssdkv.store.io.engines.open import open_engine
 from vllm_ssdkv.store.io.engines.protocol import IoEngine
 from vllm_ssdkv.store.memory.arena import BorrowedArena
 from vllm_ssdkv.store.open_store import OpenStore
-from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
 from vllm_ssdkv.store.read.peer_path import ReadPath
 from vllm_ssdkv.store.tiered_store import TieredStore
 
@@ -97,9 +89,6 @@ logger = logging.getLogger(__name__)
 PROMOTED = 1 / 8
 """Of the blocks that a step reads from devices so many are brought into DRAM at a time: hits that
 come meanwhile wait no longer than such a part of a step."""
-
-PROMOTION_PAUSE_S = 10.0
-"""After one that failed."""
 
 IDLE_S = 0.001
 """How long a step that computes nothing waits for a load. No longer: a request may arrive."""
@@ -118,8 +107,7 @@ class SSDKVWorker:
         layout: KVLayout,
         opened: RankAccess,
         context_layers: Sequence[int],
-        model: LoadedModel,
-        tell_weights: Callable[[bytes], None],
+        binding: Binding,
         x_layers: Sequence[torch.nn.Module] = (),
         x_shape: XShape | None = None,
     ):
@@ -129,8 +117,7 @@ class SSDKVWorker:
             layout: Of this rank's KV.
             opened: Its way to the store.
             context_layers: Those that attend to contexts in page mode, ascending.
-            model: What this rank computes with.
-            tell_weights: Tells the scheduler's process, before it starts, the model's digest.
+            binding: What this rank computes with.
             x_layers: vLLM's attention layers, in the order of slots, where contexts may be X.
             x_shape: Of these layers.
         """
@@ -141,14 +128,8 @@ class SSDKVWorker:
         self._opened = opened
         self._context_layers = context_layers
         self._x_layers, self._x_shape = x_layers, x_shape
-        self._model, self._tell_weights = model, tell_weights
-        self._adapters = LoadedAdapters(model.roots)
-        self._weights = b""
-        self._changes = 0
-        self._resets = 0
-        """Resets of the cache after the last of which the weights were digested."""
-        self._comparer: BlockComparer | None = None
-        self._stored = StoredBlocks()
+        self._binding = binding
+        self._loads: Loads | None = None
         self._store: RankStore | None = None
         self._port: BlockPort | None = None
         self._port_in: BlockPort | None = None
@@ -161,14 +142,8 @@ class SSDKVWorker:
         self.began = False
         """True once a step has begun: vLLM warms up before that, with requests of its own."""
         self._report = RankReport()
-        self._finished: set[str] = set()
-        self._failed: set[str] = set()
         self._invalid_blocks: set[int] = set()
         self._poisoned: set[str] = set()
-        self._loading: set[str] = set()
-        self._distrusted: set[str] = set()
-        """Loads under way of what this rank would compute otherwise."""
-        self._promoting_from = 0.0
         self._gauges_due = 0.0
         self._told_frames = 0
         self._settled = False
@@ -209,6 +184,13 @@ class SSDKVWorker:
         return self._store
 
     @property
+    def loads(self) -> Loads:
+        """Loads of this rank; exist once :meth:`register` was called."""
+        if self._loads is None:
+            raise RuntimeError("vLLM has not registered the KV caches yet")
+        return self._loads
+
+    @property
     def store(self) -> TieredStore:
         """The store in this process; exists once :meth:`register` was called.
 
@@ -234,8 +216,7 @@ class SSDKVWorker:
             UnsupportedError: the cache cannot be stored as it lies, nor the model be digested.
             StoreError: the scheduler's process cannot be told of the weights.
         """
-        self._weights = self._digest_model()
-        self._tell_weights(self._weights)
+        self._binding.start()
         caches = [self._blocks(kv_caches[name]) for name in self.layout.layer_names]
         for group in self.layout.overlaid:
             check_overlay(caches, [self._blocks(kv_caches[name]) for name in group])
@@ -250,19 +231,12 @@ class SSDKVWorker:
                 plain_stretches(caches, self.layout.geometry) if plain else None,
             )
         )
-        kind = element_type(self.layout.dtype, self.layout.cache_dtype)
-        if kind is not None:
-            self._comparer = BlockComparer(
-                [as_it_lies(cache) for cache in caches],
-                self.layout.geometry,
-                kind,
-                self.layout.block_tokens,
-                # Where layers hold states, blocks of the others have padding.
-                frozenset()
-                if self.layout.has_states
-                else layers_of_tokens(self.layout.layer_names, routed=self._model.routed),
-                self.block_layout if self.config.orders_tokens else None,
-            )
+        self._loads = Loads(
+            store,
+            self._block_comparer(caches),
+            self.layout.block_tokens,
+            self.counters if self.rank == 0 else None,
+        )
         self._timer = StepTimer(caches[0].device)
         if caches[0].is_cuda:
             self._opened.pin(caches[0].device)
@@ -298,6 +272,24 @@ class SSDKVWorker:
                 self._port_in = OpaquePort(caches, geometry, store.load_frames)
         self.layers = LayerCopier(
             self._port, self.layout, caches[0].device, self._layer_deadline(), self.counters
+        )
+
+    def _block_comparer(self, caches: Sequence[torch.Tensor]) -> BlockComparer | None:
+        """Who compares blocks of these caches with stored ones; None: their dtype allows none."""
+        layout = self.layout
+        kind = element_type(layout.dtype, layout.cache_dtype)
+        if kind is None:
+            return None
+        return BlockComparer(
+            [as_it_lies(cache) for cache in caches],
+            layout.geometry,
+            kind,
+            layout.block_tokens,
+            # Where layers hold states, blocks of the others have padding.
+            frozenset()
+            if layout.has_states
+            else layers_of_tokens(layout.layer_names, routed=self._binding.routed),
+            self.block_layout if self.config.orders_tokens else None,
         )
 
     def _layer_deadline(self) -> float:
@@ -445,63 +437,6 @@ class SSDKVWorker:
         self._fence.follow()
         self._port_in.load(frames, block_ids)
 
-    # ---- what this rank computes with ----
-
-    def _digest_model(self) -> bytes:
-        found = self._model.digest()
-        logger.info(
-            "ssdkv: rank %d holds weights %s, %s read in %.2f s",
-            self.rank,
-            found.digest.hex()[:12],
-            approximate_size(found.nbytes),
-            found.seconds,
-        )
-        return found.digest
-
-    def _check_weights(self, plan: StepPlan) -> bool:
-        """Check whether this rank has the weights and adapters that a plan's keys are bound to.
-
-        One look at the weights, and where they have changed, or the cache was reset, a pass over
-        them. None where weights may be away, as in an engine that sleeps."""
-        reset = plan.resets > self._resets
-        looks = plan.compare or plan.loads or len(plan.commit.slots) or len(plan.save.slots)
-        seen = plan.awake and bool(looks or self._model.touched()) and self._model.changed()
-        if reset or seen:
-            digest = self._digest_model()
-            if digest != self._weights:
-                self._weights = self._report.weights = digest
-                self._changes += 1
-                self._report.changes = self._changes
-                self._report.unseen = not seen
-                self._distrusted |= self._loading - BACKGROUND
-        if reset:
-            self._resets = self._report.resets = plan.resets
-        held = all(map(self._holds, plan.adapters.values()))
-        return plan.changes[self.rank] == self._changes and held
-
-    def _holds(self, adapter: Adapter) -> bool:
-        """Check whether this rank holds an adapter with these weights."""
-        return self._adapters.changes(adapter.number) == adapter.changes[self.rank]
-
-    def _compare(self, comparison: Comparison, *, bound: bool) -> None:
-        """Compare a block in HBM with the stored one, unless the copy of that had to go.
-
-        Not where it was computed with other weights than those of its key, or from a context that
-        could not be read: that it differs says nothing of the store.
-        """
-        stored = self._stored.take(comparison.load, comparison.slot, comparison.epoch)
-        if not bound or comparison.request_id in self._poisoned:
-            stored = None
-        deviation, differs = math.nan, False
-        if stored is not None and self._comparer is not None:
-            deviation = self._comparer.deviation(comparison.block_id, stored, comparison.layers)
-            differs = deviation > self._comparer.tolerance
-        self._report.compared.append((comparison.request_id, deviation, differs))
-        if differs:
-            self._distrusted |= self._loading - BACKGROUND
-            if comparison.fence_block:
-                self._invalid_blocks.add(comparison.fence_block)
-
     # ---- one step ----
 
     def begin(self, plan: StepPlan) -> None:
@@ -512,7 +447,7 @@ class SSDKVWorker:
         if plan.segments is not None:
             self._opened.change_segments(plan.segments)
         self._settled = plan.settled
-        self._report.adapters |= self._adapters.take_changes()
+        self._binding.take_changes(self._report)
         self._invalid_blocks.update(plan.invalid)
         for request_id in plan.forget:
             self.store.drop_context(request_id)
@@ -567,9 +502,15 @@ class SSDKVWorker:
             self.step = None
         if self.projector is not None:
             self.projector.recording = False
-        commit, bound = plan.commit, self._check_weights(plan)
+        loads = self.loads
+        if self._binding.changed(plan, self._report):
+            loads.distrust()
+        commit, bound = plan.commit, self._binding.holds(plan)
         for comparison in plan.compare:
-            self._compare(comparison, bound=bound)
+            whole = bound and comparison.request_id not in self._poisoned
+            differs = loads.compare(comparison, self._report, bound=whole)
+            if differs and comparison.fence_block:
+                self._invalid_blocks.add(comparison.fence_block)
         if not bound:
             commit = commit.under_keys_of_nobody()
             pairs = zip(commit.slots.tolist(), commit.epochs.tolist(), strict=True)
@@ -593,11 +534,11 @@ class SSDKVWorker:
             self._copy_frames(plan.copy_frames)
         for load in plan.loads:
             adapter = load.adapter
-            same = bound and (adapter is None or self._holds(adapter))
+            same = bound and (adapter is None or self._binding.holds_adapter(adapter))
             if same or load.request_id in BACKGROUND:
-                self._load(load)
+                loads.start(load)
             else:
-                self._refuse(load)
+                loads.refuse(load, self._report)
 
     def give_up(self) -> None:
         """In place of :meth:`end`: the forward pass has failed. Nothing of the step is stored."""
@@ -638,7 +579,7 @@ class SSDKVWorker:
     def _tell_streamed(self, step: PagedStep) -> None:
         """Tell of blocks that this step read from the devices, and that DRAM may have room for now:
         other requests have ended. There may be now: other requests have ended."""
-        if PROMOTION in self._loading or time.monotonic() < self._promoting_from:
+        if not self.loads.may_promote:
             return
         rows, contexts = step.streamed()
         if not rows:
@@ -720,30 +661,6 @@ class SSDKVWorker:
         old = zip(plan.old[wrong].tolist(), plan.old_epochs[wrong].tolist(), strict=True)
         self._report.bad.extend(old)
 
-    def _load(self, load: Load) -> None:
-        self._loading.add(load.request_id)
-        self.rank_store.load(
-            LoadJob(
-                load.request_id,
-                load.slots,
-                load.epochs,
-                load.keys,
-                load.block_ids,
-                load.chain,
-                load.behind,
-                load.compared,
-                load.others,
-                load.other_epochs,
-            ),
-            whole=load.whole,
-        )
-
-    def _refuse(self, load: Load) -> None:
-        """Fail a load of what this rank would compute otherwise: it is computed."""
-        self._report.loads.append(LoadTime(load.request_id, 0, 0, 0.0, 0.0, 0.0))
-        self._finished.add(load.request_id)
-        self._failed.add(load.request_id)
-
     # ---- results ----
 
     def collect(self, *, idle: bool) -> None:
@@ -758,24 +675,7 @@ class SSDKVWorker:
         durable, failed = self._store.take_write_results()
         self._report.durable.extend(durable)
         self._report.failed_writes.extend(failed)
-        for outcome in self._store.take_load_outcomes(IDLE_S if idle else 0.0):
-            self._loading.discard(outcome.request_id)
-            self._report.loads.append(_load_time(outcome))
-            self._report.bad.extend(outcome.bad)
-            self._report.unread.extend(outcome.unread)
-            if outcome.request_id in BACKGROUND:
-                self._background_ended(outcome)
-                continue
-            if outcome.copy is not None and outcome.complete:
-                self._stored.keep(outcome.request_id, *outcome.copy)
-            self._finished.add(outcome.request_id)
-            self._count_request("hit_tokens", outcome.hit_tokens_from_dram, tier="dram")
-            self._count_request("hit_tokens", outcome.hit_tokens_from_ssd, tier="ssd")
-            self._count_request("load_seconds", outcome.dram_s, tier="dram")
-            self._count_request("load_seconds", outcome.ssd_s, tier="ssd")
-            if not outcome.complete or outcome.request_id in self._distrusted:
-                self._failed.add(outcome.request_id)
-            self._distrusted.discard(outcome.request_id)
+        self.loads.collect(IDLE_S if idle else 0.0, self._report)
         if self._timer is not None:
             self._report.steps.extend(self._timer.take())
         self._report_writes()
@@ -786,15 +686,6 @@ class SSDKVWorker:
         self._report.writing.extend(self._opened.take_writing())
         self._report.speeds.extend(self._opened.take_speeds())
 
-    def _background_ended(self, outcome: LoadOutcome) -> None:
-        if outcome.request_id == PROMOTION:
-            blocks = outcome.tokens_from_ssd // self.layout.block_tokens
-            self._count_request("context_blocks_promoted", blocks)
-            if not outcome.complete:
-                self._promoting_from = time.monotonic() + PROMOTION_PAUSE_S
-        elif outcome.copy is not None and outcome.complete:
-            self._stored.keep(outcome.request_id, *outcome.copy)
-
     def _report_writes(self) -> None:
         for device, path in enumerate(self._opened.device_paths):
             total = int(self.counters.total("bytes_written", device=path))
@@ -802,16 +693,9 @@ class SSDKVWorker:
                 self._report.written.append((device, total - self._told_written[device]))
                 self._told_written[device] = total
 
-    def _count_request(self, metric: str, value: float = 1, **labels: str) -> None:
-        """Count what happens to a request, not to a rank: once, on the first rank."""
-        if self.rank == 0:
-            self.counters.add(metric, value, **labels)
-
     def take_loads(self) -> tuple[set[str], set[str]]:
         """Requests whose loads ended, and those of them that failed, since the last call."""
-        finished, failed = self._finished, self._failed
-        self._finished, self._failed = set(), set()
-        return finished, failed
+        return self._loads.take() if self._loads is not None else (set(), set())
 
     def take_invalid_blocks(self) -> set[int]:
         """HBM blocks of requests whose output of this step must not be used."""
@@ -866,14 +750,3 @@ def _among(slots: NDArray[np.int64], others: Sequence[int]) -> NDArray[np.bool_]
     """Mask of these slots that are among the others, [n]; a few of either, as a step saves."""
     known = set(others)
     return np.array([slot in known for slot in slots.tolist()], dtype=np.bool_)
-
-
-def _load_time(outcome: LoadOutcome) -> LoadTime:
-    return LoadTime(
-        outcome.request_id,
-        outcome.tokens_from_dram,
-        outcome.tokens_from_ssd,
-        outcome.queued_s,
-        outcome.dram_s,
-        outcome.ssd_s,
-    )
