@@ -1,4 +1,4 @@
-"""Whether this rank computes with what the scheduler's keys are bound to."""
+"""Binding of a rank to the weights and adapters that the scheduler's keys name."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ PROMOTION_PAUSE_S = 10.0
 
 
 class Loads:
-    """What vLLM's requests and the background load from the store of this rank.
+    """Loads of requests and of the background from the store of this rank.
 
     Used by the worker's thread.
     """

@@ -275,7 +275,7 @@ class SSDKVWorker:
         )
 
     def _block_comparer(self, caches: Sequence[torch.Tensor]) -> BlockComparer | None:
-        """Who compares blocks of these caches with stored ones; None: their dtype allows none."""
+        """Make the comparer of blocks of these caches; None: their dtype allows no comparison."""
         layout = self.layout
         kind = element_type(layout.dtype, layout.cache_dtype)
         if kind is None:
