@@ -1,5 +1,7 @@
 """Native checksums and copies against independent implementations."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 import xxhash
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
+from vllm_ssdkv.base.checksum import checksum_bytes, checksum_pages
 
 PARALLEL = 4 << 20
 
@@ -130,3 +133,27 @@ def test_wrong_arguments_are_refused() -> None:
     for bad in (one.astype(np.int64), one.astype(np.float64), strided, two.reshape(1, 2)):
         with pytest.raises(TypeError):
             _io.checksum(bad, 16)  # type: ignore[arg-type]  # the wrong dtype is the point
+
+
+# ---- the store's checksum is xxh3-64, seed 0, of exactly the bytes given ----
+
+
+@given(st.binary(max_size=2000))
+def test_bytes_of_every_kind_give_the_reference_value(data: bytes) -> None:
+    expected = xxhash.xxh3_64_intdigest(data)
+    assert checksum_bytes(data) == expected
+    assert checksum_bytes(bytearray(data)) == expected
+    assert checksum_bytes(memoryview(b"x" + data + b"y")[1:-1]) == expected
+    assert checksum_bytes(np.frombuffer(data, dtype=np.uint8)) == expected
+
+
+def test_pages_are_checksummed_at_their_addresses() -> None:
+    memory = np.random.default_rng(1).integers(0, 256, 4 * 4096, dtype=np.uint8)
+    addresses = np.uint64(memory.ctypes.data) + np.array([4096, 0], dtype=np.uint64)
+    expected = [xxhash.xxh3_64_intdigest(memory[at : at + 100].tobytes()) for at in (4096, 0)]
+    assert checksum_pages(addresses, 100).tolist() == expected
+
+
+def test_strided_bytes_are_refused() -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        checksum_bytes(np.zeros(8, dtype=np.uint8)[::2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,14 +28,21 @@ from tests.store.checked_store import (
     on_device,
     order_of,
 )
-from tests.store.conftest import array
+from tests.store.conftest import array, key_of
 from tests.store.filled_store import GEOMETRY, RANKS, FilledStore, flip, loop_devices
 from tests.store.index.test_recovery import of_version
+from tests.store.opening import close
 from vllm_ssdkv.base.checksum import checksum_bytes
-from vllm_ssdkv.base.errors import DeadlineError, FormatError, StoreError, StoreLockedError
+from vllm_ssdkv.base.errors import (
+    DeadlineError,
+    DeviceError,
+    FormatError,
+    StoreError,
+    StoreLockedError,
+)
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.io_engine import EngineOptions, FaultRule
-from vllm_ssdkv.store.format.journal_record import HEADER_BYTES, RECORD_BYTES, VERSION
+from vllm_ssdkv.store.format.journal_record import HEADER_BYTES, JOURNAL, RECORD_BYTES, VERSION
 from vllm_ssdkv.store.format.manifest import COPY, NAME, Manifest
 from vllm_ssdkv.store.format.segment import Extent, Segment
 from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES
@@ -44,6 +51,7 @@ from vllm_ssdkv.store.io.engines.open import open_engine
 from vllm_ssdkv.store.io.engines.protocol import IoEngine
 from vllm_ssdkv.store.maintenance import slot_check, slot_reader
 from vllm_ssdkv.store.maintenance.fsck import examined
+from vllm_ssdkv.store.maintenance.fsck_report import REPAIR, Problem, Report
 from vllm_ssdkv.store.maintenance.remove import plan_removal, remove
 from vllm_ssdkv.store.maintenance.repair import repair
 from vllm_ssdkv.store.open import open_index, open_rank
@@ -504,3 +512,321 @@ def test_a_device_that_hangs_is_said_and_repairs_nothing(
         with pytest.raises(DeadlineError, match=r"did not end within 0\.3"):
             check(store, mend=True)
     assert check(store).clean
+
+
+# ---- the check of a store while a device is absent: it is no reason to drop what lies there ----
+
+
+@contextmanager
+def unmounted(store: FilledStore, device: int) -> Iterator[None]:
+    """The directory of a device is not there."""
+    away = store.devices[device].with_name("elsewhere")
+    store.devices[device].rename(away)
+    yield
+    away.rename(store.devices[device])
+
+
+def test_what_is_on_an_absent_device_is_counted_apart(tmp_path: Path) -> None:
+    store = make(tmp_path)
+    gone = on_device(store, 1)
+    here = sorted(set(SLOTS) - gone)
+    device, at = store.at(here[0], GEOMETRY.header_bytes)
+    flip(store.data(device, 1), at)
+    with unmounted(store, 1):
+        report = check(store)
+    assert kinds(report) == {"device": 1, "page": 1}
+    assert report.problems[0].subject == str(store.devices[1])
+    assert "mount it" in report.problems[0].text
+    assert f"parts of {len(gone)} block(s) that are out of reach" in report.problems[0].text
+    assert report.problems[1].subject == f"slot {here[0]}, rank 1"
+    assert (report.stored, report.bad, report.out_of_reach) == (len(SLOTS), 1, len(gone))
+    assert report.checked_slots == RANKS * len(here)
+    assert report.checked_bytes == RANKS * len(here) * GEOMETRY.slot_bytes
+
+
+def test_nothing_is_repaired_while_a_device_is_absent(tmp_path: Path) -> None:
+    """It is no reason to drop what lies there."""
+    store = make(tmp_path)
+    journal = store.state / "journal"
+    flip(journal, 40)
+    before = journal.read_bytes()
+    with unmounted(store, 1):
+        with pytest.raises(DeviceError, match=f"{store.devices[1]}.* would drop.* mount it"):
+            check(store, mend=True)
+        assert journal.read_bytes() == before
+        assert not store.devices[1].exists()
+    assert mended(store, journal=1) == set(SLOTS)
+
+
+def test_what_an_opened_store_goes_on_without_is_no_finding(tmp_path: Path) -> None:
+    """It has been started without the device: what lies there is kept, by a repair as well."""
+    store = make(tmp_path)
+    gone = on_device(store, 1)
+    with unmounted(store, 1):
+        one = replace(store, devices=store.devices[:1])
+        assert one.served() == set(SLOTS) - gone
+        report = check(one)
+        assert report.clean, report.problems
+        assert report.devices == [str(path) for path in store.devices]
+        assert (report.stored, report.out_of_reach) == (len(SLOTS), len(gone))
+        lost = min(set(SLOTS) - gone)
+        device, at = store.at(lost, GEOMETRY.header_bytes)
+        flip(store.data(device, 0), at)
+        assert mended(one, page=1) == set(SLOTS) - gone - {lost}
+    assert store.served() == set(SLOTS) - {lost}
+
+
+# ---- every finding names a cure, and who takes it has a store that is clean ----
+
+
+FEW = (0, 1, 2, 5, 8, 13)
+
+Cure = Callable[[], object] | None
+"""Advice of the finding besides a repair."""
+
+
+def device_away(store: FilledStore) -> Cure:
+    away = store.devices[1].rename(store.devices[1].with_name("away"))
+    return lambda: away.rename(store.devices[1])
+
+
+def device_dead(store: FilledStore) -> Cure:
+    shutil.rmtree(store.devices[1])
+    without = replace(store, devices=store.devices[:1], replicas=1)
+    return without.served
+
+
+def manifest_damaged(store: FilledStore) -> Cure:
+    flip(store.state / NAME, 9)
+    return None
+
+
+def manifest_gone(store: FilledStore) -> Cure:
+    for name in (NAME, COPY):
+        (store.state / name).unlink()
+    return None
+
+
+def copy_beside_damaged(store: FilledStore) -> Cure:
+    flip(store.state / COPY, 9)
+    return None
+
+
+def copy_on_device_missing(store: FilledStore) -> Cure:
+    (store.devices[1] / COPY).unlink()
+    return None
+
+
+def state_of_a_backup(store: FilledStore) -> Cure:
+    backup = {file.name: file.read_bytes() for file in store.state.iterdir()}
+    store.served()
+    for name, data in backup.items():
+        (store.state / name).write_bytes(data)
+    return None
+
+
+def one_superblock(store: FilledStore) -> Cure:
+    flip(store.data(0, 1), COPY_OFFSETS[1] + 50)
+    return None
+
+
+def both_superblocks(store: FilledStore) -> Cure:
+    for offset in COPY_OFFSETS:
+        flip(store.data(0, 1), offset + 50)
+    return None
+
+
+def somebody_s_file(store: FilledStore) -> Cure:
+    data = store.data(1, 0)
+    data.write_bytes(b"\x11" * data.stat().st_size)
+    return data.unlink
+
+
+def data_file_missing(store: FilledStore) -> Cure:
+    store.data(1, 0).unlink()
+    return None
+
+
+def data_file_short(store: FilledStore) -> Cure:
+    os.truncate(store.data(1, 0), SUPERBLOCK_BYTES + 4096)
+    return None
+
+
+def data_file_long(store: FilledStore) -> Cure:
+    os.truncate(store.data(1, 0), store.data(1, 0).stat().st_size + 8192)
+    return None
+
+
+def journal_missing(store: FilledStore) -> Cure:
+    (store.state / "journal").unlink()
+    return None
+
+
+def journal_header(store: FilledStore) -> Cure:
+    flip(store.state / "journal", 30)
+    return None
+
+
+def journal_records(store: FilledStore) -> Cure:
+    for record in (0, 2):
+        flip(store.state / "journal", 128 + 72 * record + 40)
+    return None
+
+
+def slot_header(store: FilledStore) -> Cure:
+    device, at = store.at(5, 60)
+    flip(store.data(device, 1), at)
+    return None
+
+
+def slot_page(store: FilledStore) -> Cure:
+    for copy in range(store.replicas):
+        device, at = store.at(5, GEOMETRY.page_offset(1), copy)
+        flip(store.data(device, 1), at)
+    return None
+
+
+def leftover_of_ours(store: FilledStore) -> Cure:
+    shutil.copyfile(store.data(0, 1), store.data(0, 5))
+    return None
+
+
+def leftover_of_others(store: FilledStore) -> Cure:
+    store.data(0, 5).write_text("a diary")
+    return store.data(0, 5).unlink
+
+
+FAULTS = {
+    device_away: "mount it",
+    device_dead: "if it is dead, start the engine once without it",
+    manifest_damaged: REPAIR,
+    manifest_gone: REPAIR,
+    copy_beside_damaged: REPAIR,
+    copy_on_device_missing: REPAIR,
+    state_of_a_backup: REPAIR,
+    one_superblock: REPAIR,
+    both_superblocks: REPAIR,
+    somebody_s_file: "delete it if nobody needs it, then ssdkv fsck --repair",
+    data_file_missing: REPAIR,
+    data_file_short: REPAIR,
+    data_file_long: REPAIR,
+    journal_missing: REPAIR,
+    journal_header: REPAIR,
+    journal_records: REPAIR,
+    slot_header: REPAIR,
+    slot_page: REPAIR,
+    leftover_of_ours: REPAIR,
+    leftover_of_others: "move it away, or delete it if nobody needs it",
+}
+
+
+TWICE = (device_away, device_dead, somebody_s_file, data_file_missing, journal_missing, slot_page)
+"""Findings that are others where blocks have two copies."""
+
+CASES = [*((fault, 1) for fault in FAULTS), *((fault, 2) for fault in TWICE)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "replicas"), CASES, ids=lambda it: it if isinstance(it, int) else it.__name__
+)
+def test_who_takes_the_cure_has_a_clean_store(
+    fault: Callable[[FilledStore], Cure], replicas: int, tmp_path: Path
+) -> None:
+    places = [tmp_path / name for name in ("ssd0", "ssd1", "state")]
+    for place in places:
+        place.mkdir()
+    store = FilledStore(tuple(places[:2]), places[2], FEW, replicas=replicas)
+    store.fill()
+    cure = fault(store)
+    problems: list[Problem] = check(store).problems
+    assert problems
+    assert any(FAULTS[fault] in problem.cure for problem in problems), problems
+    if cure is not None:
+        cure()
+    for _ in range(3):  # what a file that is made anew does not hold is found afterwards
+        found = check(store)
+        cures = {problem.cure for problem in found.problems}
+        if any("start the engine" in text for text in cures):
+            store.served()
+        if any(REPAIR in text for text in cures):
+            check(store, mend=True)
+    assert found.clean, found.problems
+    if fault is not device_dead:  # its directory is made anew, as that of another drive
+        store.served()
+        assert check(store).clean
+
+
+# ---- ``ssdkv fsck --from-headers``: blocks that a whole journal says were given up ----
+
+
+def give_up(store: FilledStore, slots: Sequence[int], *, erase: bool = False) -> None:
+    """Take blocks out of the journal, as earlier releases did when a drive was out of use."""
+    ranks = [open_rank(store.place, rank, Counters()) for rank in range(store.ranks)]
+    index, rebalancer = open_index(store.place)
+    for slot in slots:
+        index.drop(index.lookup([key_of(slot)]))
+    if erase:
+        rebalancer.forget_stored()
+    assert rebalancer.close()
+    assert index.close()
+    for rank in ranks:
+        close(rank)
+
+
+def look(store: FilledStore, *, mend: bool = False) -> Report:
+    with examined(store.devices, store.state, write=mend, from_headers=True) as found:
+        if mend:
+            repair(found)
+        return found.report
+
+
+def test_they_are_found_again(tmp_path: Path) -> None:
+    store = make(tmp_path)
+    give_up(store, SLOTS)
+    assert check(store).clean
+    assert store.served() == set()
+    before = (store.state / JOURNAL).read_bytes()
+    report = look(store)
+    assert report.counts == {"journal": 1}
+    assert f"{len(SLOTS)} block(s) that slots hold" in report.problems[0].text
+    assert "--repair --from-headers" in report.problems[0].cure
+    assert (store.state / JOURNAL).read_bytes() == before, "it says first what it would do"
+    assert look(store, mend=True).unrepaired == 0
+    assert (store.state / "journal.rejected").read_bytes() == before
+    assert look(store).clean
+    assert store.served() == set(SLOTS)
+
+
+def test_what_was_to_be_erased_stays_erased(tmp_path: Path) -> None:
+    store = make(tmp_path)
+    give_up(store, [], erase=True)
+    report = look(store, mend=True)
+    assert (report.clean, report.found) == (True, 0)
+    assert store.served() == set()
+    store.fill()
+    give_up(store, SLOTS[:1])
+    assert look(store, mend=True).found == 1
+    assert store.served() == set(SLOTS)
+
+
+def test_what_is_not_whole_stays_given_up(tmp_path: Path) -> None:
+    store = make(tmp_path)
+    give_up(store, SLOTS[:2])
+    device, at = store.at(SLOTS[0], GEOMETRY.header_bytes)
+    flip(store.data(device, 0), at)
+    report = look(store, mend=True)
+    assert (report.found, report.lost, report.bad) == (1, 1, 0)
+    assert store.served() == set(SLOTS) - {SLOTS[0]}
+
+
+def test_the_newest_block_of_a_slot_and_of_a_key_counts(tmp_path: Path) -> None:
+    """Written to the end, and not journalled any more: the headers know better."""
+    store = make(tmp_path)
+    old = (store.state / JOURNAL).read_bytes()
+    give_up(store, SLOTS)
+    store.fill()  # the same keys, in the same slots, with later epochs
+    assert store.served() == set(SLOTS)
+    (store.state / JOURNAL).write_bytes(old)
+    report = look(store, mend=True)
+    assert (report.stored, report.found, report.bad) == (len(SLOTS), len(SLOTS), 0)
+    assert store.served() == set(SLOTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 
@@ -25,6 +26,7 @@ from tests.store.conftest import (
 from vllm_ssdkv.store.cache.frames import FrameState
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.io.async_verifier import Verification
+from vllm_ssdkv.store.read.context_stream import ContextStream, Part
 
 
 def context(rig: StoreRig, names: dict[int, int], request: str = "r") -> None:
@@ -435,3 +437,220 @@ def test_random_faults_never_bring_a_wrong_byte(
     rig.faults()
     rig.store.drop_context("r")
     rig.assert_no_leak()
+
+
+# ---- a layer's contexts are cut in two parts, of which one needs nothing of the stream ----
+
+
+Got = list[tuple[int, int, int]]
+"""Row, index and the first bytes of each block."""
+
+
+def pieces_of(rig: StoreRig, stream: ContextStream, layer: int, part: Part | None) -> Got:
+    found: Got = []
+    for piece in stream.pieces(layer, part):
+        assert len(piece.base) == len(piece.index)
+        for row, (begin, end) in enumerate(
+            zip(piece.row_begin.tolist(), piece.row_end.tolist(), strict=True)
+        ):
+            for base, index in zip(piece.base[begin:end], piece.index[begin:end], strict=True):
+                at = int(base) - rig.store.arena.address
+                seen = int.from_bytes(rig.store.arena.view(at, 8).tobytes(), "little")
+                found.append((row, int(index), seen))
+    return found
+
+
+def walked(rig: StoreRig, rows: Sequence[Sequence[int]], share: float | None) -> list[list[Got]]:
+    """By layer: what comes in the device's part, and in the other; whole without a share."""
+    stream = rig.store.stream([array(row) for row in rows])
+    by_layer = []
+    for layer in range(rig.geometry.layers):
+        parts = (None,) if share is None else stream.parts(layer, share)
+        got = [pieces_of(rig, stream, layer, part) for part in parts]
+        for part, found in zip(parts, got, strict=True):
+            if part is not None:
+                assert part.pairs == len(found)
+        by_layer.append(got)
+    assert stream.poisoned == set()
+    stream.close()
+    return by_layer
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.integers(0, 14), min_size=1, max_size=4),
+    in_dram=st.sets(st.integers(0, 19)),
+    share=st.floats(0.0, 1.0),
+)
+@example(lengths=[14, 9], in_dram=set(range(12)), share=0.0)
+@example(lengths=[14, 9], in_dram=set(range(12)), share=1.0)
+@example(lengths=[14], in_dram=set(), share=0.5)
+def test_every_block_is_in_one_part(
+    make_store: MakeStore, lengths: list[int], in_dram: set[int], share: float
+) -> None:
+    rig = make_store(slots=20, frames=20, staging=8)
+    names = stored(rig, range(20))
+    context(rig, names)
+    away(rig, sorted(set(names) - in_dram))
+    order = np.random.default_rng(len(lengths)).permutation(20).tolist()
+    rows = [order[row : row + length] for row, length in enumerate(lengths)]
+    blocks = sum(lengths)
+    for (whole,), (theirs, own) in zip(
+        walked(rig, rows, None), walked(rig, rows, share), strict=True
+    ):
+        assert sorted(theirs + own) == sorted(whole)
+        assert len(whole) == blocks
+        arriving = sum(slot not in in_dram for row in rows for slot in row)
+        wanted = round(share * blocks)
+        if wanted >= arriving or wanted <= blocks - arriving:
+            assert len(theirs) == wanted
+        else:  # as many as have frames, and the step all that arrive
+            assert len(theirs) == blocks - arriving
+        if share in {0.0, 1.0}:
+            assert len(own if share else theirs) == 0
+    rig.store.drop_context("r")
+    rig.assert_no_leak()
+
+
+@pytest.mark.parametrize(("share", "arriving"), [(0.9, "device"), (0.2, "step")])
+def test_the_part_without_reads_may_be_asked_for_at_any_time(
+    make_store: MakeStore, share: float, arriving: str
+) -> None:
+    """Before, amid and after the other; and again, when it was given up."""
+    rig = make_store(slots=20, frames=20, staging=4)
+    names = stored(rig, range(20))
+    context(rig, names)
+    away(rig, range(8))
+    rows = [list(range(20)), list(range(4, 12))]
+    (expected,) = walked(rig, rows, None)[0]
+    stream = rig.store.stream([array(row) for row in rows])
+    for layer in range(PAGED.layers):
+        theirs, own = stream.parts(layer, share)
+        assert (theirs.arriving, own.arriving) == (arriving == "device", arriving == "step")
+        with_reads, without = (theirs, own) if theirs.arriving else (own, theirs)
+        first = pieces_of(rig, stream, layer, without)
+        walk = stream.pieces(layer, with_reads)
+        next(walk)
+        next(walk)
+        assert pieces_of(rig, stream, layer, without) == first
+        stream.restart(layer)
+        rest = pieces_of(rig, stream, layer, with_reads)
+        assert pieces_of(rig, stream, layer, without) == first
+        assert len(first) + len(rest) == 28
+        if layer == 0:
+            assert sorted(first + rest) == sorted(expected)
+        assert sorted(set(stream.slots_of(layer, with_reads)) | set(without.slots)) == sorted(names)
+    assert stream.poisoned == set()
+    stream.close()
+    rig.store.drop_context("r")
+    rig.assert_no_leak()
+
+
+def test_the_same_cut_has_the_same_rows_in_every_layer(make_store: MakeStore) -> None:
+    """By identity: who attends builds its rows once."""
+    rig = make_store()
+    names = stored(rig, range(10))
+    context(rig, names)
+    stream = rig.store.stream([array(range(10))])
+    cuts = [stream.parts(layer, 0.5) for layer in range(PAGED.layers)]
+    assert all(cut is cuts[0] for cut in cuts)
+    assert [part.blocks for part in cuts[0]] == [5, 5]
+    stream.close()
+
+
+# ---- a walk over a layer that was given up begins anew, for somebody else ----
+
+
+@pytest.mark.parametrize("geometry", [PAGED, PAGED_ENCRYPTED], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("seen", [0, 1, 2, 5])
+def test_all_pieces_come_again(make_store: MakeStore, geometry: SlotGeometry, seen: int) -> None:
+    """After so many pieces of each layer, of blocks in DRAM and of others that two rows share."""
+    rig = make_store(geometry, frames=20, staging=8)
+    names = stored(rig, range(20))
+    context(rig, names)
+    away(rig, list(range(3, 20)))
+    rows = [list(range(20)), list(range(5, 15))]
+    walk = rig.walk(*rows, given_up=seen)
+    rig.assert_rows(walk, *[[names[slot] for slot in row] for row in rows])
+    assert walk.bad == []
+    assert walk.pieces == rig.walk(*rows).pieces  # each of them once
+    rig.store.drop_context("r")
+    rig.assert_no_leak()
+
+
+# ---- contexts that hold X beside those of K and V ----
+
+
+SLOTS, PAGES = 30, 2
+"""Slots of each walk, and pages of a layer that hold X: half of them."""
+
+
+def rig_of(make_store: MakeStore, geometry: SlotGeometry, frames: int) -> StoreRig:
+    rig = make_store(geometry, slots=2 * SLOTS, frames=frames, staging=8)
+    names = {slot: 700 + slot for slot in range(2 * SLOTS)}
+    rig.write(names)
+    rig.store.extend_context("r", 0, array(list(names)))
+    assert rig.load(names, [], request="r").complete
+    rig.store.divide_staging(PAGES)
+    return rig
+
+
+def walk(rig: StoreRig, stream: ContextStream, pages: int) -> dict[int, list[np.ndarray]]:
+    """Pages of each block of the stream's one row, layer after layer."""
+    found: dict[int, list[np.ndarray]] = {}
+    geometry, start = rig.geometry, rig.store.arena.address
+    for layer in range(geometry.layers):
+        for piece in stream.pieces(layer):
+            for base, index in zip(piece.base.tolist(), piece.index.tolist(), strict=True):
+                data = rig.store.arena.view(base - start, pages * geometry.page_bytes)
+                kept = data.reshape(pages, -1)[:, : geometry.payload_bytes].copy()
+                found.setdefault(index, []).extend(kept)
+    return found
+
+
+@pytest.mark.parametrize("geometry", [PAGED, PAGED_ENCRYPTED], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("in_dram", [0, 10])
+def test_two_threads_walk_at_once_and_read_what_they_need(
+    make_store: MakeStore, geometry: SlotGeometry, in_dram: int
+) -> None:
+    rig = rig_of(make_store, geometry, frames=64)
+    away = [*range(in_dram, SLOTS), *range(SLOTS + in_dram, 2 * SLOTS)]
+    rig.store.frames.forget(array(away))
+    before = sum(rig.total("bytes_read", device=path) for path in rig.files.health.paths)
+    layers, per_layer = range(geometry.layers), geometry.pages_per_layer
+    x = rig.store.stream_x([array(range(SLOTS, 2 * SLOTS))], layers)
+    kv = rig.store.stream([array(range(SLOTS))])
+    found: dict[int, list[np.ndarray]] = {}
+    thread = threading.Thread(target=lambda: found.update(walk(rig, kv, per_layer)))
+    thread.start()
+    theirs = walk(rig, x, PAGES)
+    thread.join()
+    assert not kv.poisoned | x.poisoned
+    for block in range(SLOTS):
+        np.testing.assert_array_equal(np.stack(found[block]), rig.kv(700 + block))
+        of_x = rig.kv(700 + SLOTS + block).reshape(geometry.layers, per_layer, -1)[:, :PAGES]
+        stacked = np.stack(theirs[block]).reshape(of_x.shape)
+        np.testing.assert_array_equal(stacked, of_x)
+    assert x.pages_used == x.pages_on_ssd == (SLOTS - in_dram) * geometry.layers * PAGES
+    read = sum(rig.total("bytes_read", device=path) for path in rig.files.health.paths) - before
+    pages = (SLOTS - in_dram) * geometry.layers * (per_layer + PAGES)
+    assert read == pages * geometry.page_bytes
+    for stream in (x, kv):
+        stream.close()
+    rig.store.drop_context("r")
+    rig.assert_no_leak()
+
+
+def test_the_store_is_not_idle_while_x_is_read(make_store: MakeStore) -> None:
+    rig = rig_of(make_store, PAGED, frames=64)
+    x = rig.store.stream_x([array(range(4))], range(PAGED.layers))
+    assert not rig.store.idle()
+    x.close()
+    rig.store.drop_context("r")
+    rig.assert_no_leak()
+
+
+def test_a_staging_buffer_that_was_not_divided_has_none_for_x(make_store: MakeStore) -> None:
+    rig = make_store()
+    with pytest.raises(ValueError, match="was not divided"):
+        rig.store.stream_x([array([0])], range(PAGED.layers))
