@@ -41,7 +41,6 @@ from vllm_ssdkv.base.errors import BenchError, NodeError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import MIB, format_size, parse_size
 from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.node.client.node_link import NodeLink
 from vllm_ssdkv.node.client.remote_index import RemoteIndex
 from vllm_ssdkv.node.client.remote_store import RemoteStore
 from vllm_ssdkv.node.client.session import Peer
@@ -305,10 +304,8 @@ def at_node(
     """Open both halves of an engine at a node; ``fill``: save the blocks first."""
     fields: dict[str, str | int] = {"bench": geometry.payload_bytes}
     spec = StoreSpec(fields, LAYERS, geometry.payload_bytes, 1, 16, MODEL, "")
-    link = NodeLink(_peer(address, "scheduler", spec), Counters(), with_bytes=False)
-    link.start()
-    index = RemoteIndex(link, Counters())
-    store = RemoteStore(_peer(address, "worker", spec), Counters(), 16, PATIENCE_S)
+    index = RemoteIndex.open([_peer(address, "scheduler", spec)], [str(address)], Counters())
+    store = RemoteStore([_peer(address, "worker", spec)], Counters(), PATIENCE_S)
     hbm = Hbm(geometry, blocks)
     try:
         store.open()

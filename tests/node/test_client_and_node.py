@@ -15,7 +15,6 @@ from tests.kit.waiting import until
 from tests.node.waits import new_keys, unknown
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.node import NodeConfig
-from vllm_ssdkv.node.client.node_link import NodeLink
 from vllm_ssdkv.node.client.remote_index import RemoteIndex, RemotePlacement
 from vllm_ssdkv.node.client.remote_store import RemoteStore
 from vllm_ssdkv.node.client.session import Peer
@@ -55,9 +54,8 @@ class Engine:
         self._spec = StoreSpec({"model": "none"}, LAYERS, PAGE, ranks, 16, "none", "none")
         self._address, self._run = node.addresses[0], run
         self.stores = [self._rank(rank) for rank in range(ranks)]
-        self.link = NodeLink(self._peer("scheduler", 0), self.counters, with_bytes=False)
-        self.link.start()
-        self.index = RemoteIndex(self.link, self.counters)
+        peers = [self._peer("scheduler", 0)]
+        self.index = RemoteIndex.open(peers, [str(self._address)], self.counters)
         assert self.index.bind(5.0) == [b"weights"] * ranks
         self.hbm: dict[int, bytes] = {}
 
@@ -66,7 +64,7 @@ class Engine:
         return Peer(address, None, role, self._run, rank, self._spec)
 
     def _rank(self, rank: int) -> RemoteStore:
-        store = RemoteStore(self._peer("worker", rank), self.counters, 16, DEADLINE_S)
+        store = RemoteStore([self._peer("worker", rank)], self.counters, DEADLINE_S)
         self._header = store.open().frame_bytes - LAYERS * PAGE
         store.tell_weights(b"weights")
 
@@ -115,7 +113,8 @@ class Engine:
 
     def die(self) -> None:
         """End all sessions without a word."""
-        for link in (self.link, *(store.link for store in self.stores)):
+        links = [store.stores[0].link for store in self.stores]
+        for link in (self.index.members[0].link, *links):
             assert link.session is not None
             link.session.end()
             link.close()
@@ -205,10 +204,11 @@ def test_a_reset_holds_in_later_sessions(engines: Callable[..., Engine]) -> None
     RemotePlacement(engine.index).forget_stored()
     engine.save(engine.claim(keys), keys)
     assert engine.find(keys) == 2
-    session = engine.link.session
+    link = engine.index.members[0].link
+    session = link.session
     assert session is not None
     session.end()
-    until(lambda: engine.link.session is not None)
+    until(lambda: link.session is not None)
     assert engine.find(keys) == 0
 
 

@@ -18,11 +18,8 @@ from tests.node.waits import new_keys, unknown
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.node import NodeConfig
-from vllm_ssdkv.node.client.node_link import NodeLink
-from vllm_ssdkv.node.client.node_links import start_links
-from vllm_ssdkv.node.client.pooled_index import PooledIndex
-from vllm_ssdkv.node.client.pooled_store import PooledStore
 from vllm_ssdkv.node.client.remote_index import RemoteIndex, RemotePlacement
+from vllm_ssdkv.node.client.remote_store import RemoteStore
 from vllm_ssdkv.node.client.rendezvous import Rendezvous
 from vllm_ssdkv.node.client.session import Peer, Session
 from vllm_ssdkv.node.protocol.address import Address
@@ -78,17 +75,12 @@ class Engine:
         self.counters = Counters()
         self._addresses, self._run = addresses, run
         self._spec = StoreSpec({"model": "none"}, LAYERS, PAGE, 1, 16, "none", "none")
-        self.store = PooledStore(self._peers("worker"), self.counters, 16, DEADLINE_S)
+        self.store = RemoteStore(self._peers("worker"), self.counters, DEADLINE_S)
         self._header = self.store.open(patience_s).frame_bytes - BLOCK
         self.store.tell_weights(b"weights")
         self.store.start(self._copy_in)
-        self.links = [
-            NodeLink(p, self.counters, with_bytes=False, hides=True)
-            for p in self._peers("scheduler")
-        ]
-        slots = start_links(self.links, patience_s).num_slots
-        members = [RemoteIndex(k, Counters(), num_slots=slots) for k in self.links]
-        self.index = PooledIndex(members, addresses, self.counters, replicas)
+        peers = self._peers("scheduler")
+        self.index = RemoteIndex.open(peers, addresses, self.counters, replicas, patience_s)
         assert self.index.bind(5.0) == [b"weights"]
         self.hbm: dict[int, bytes] = {}
         self.copies: list[int] = []
@@ -172,9 +164,9 @@ class Engine:
 
     def connected(self) -> int:
         """Count nodes that both halves have a session with."""
-        both = zip(self.links, self.store.stores, strict=True)
+        both = zip(self.index.members, self.store.stores, strict=True)
         self.store.take_write_results()  # takes new sessions up
-        return sum(link.session is not None and store.usable for link, store in both)
+        return sum(node.connected and store.usable for node, store in both)
 
     def close(self) -> None:
         self.store.close()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
@@ -16,10 +14,6 @@ from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.kv_layout import KVLayout
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerStore
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
-from vllm_ssdkv.node.client.node_link import NodeLink
-from vllm_ssdkv.node.client.node_links import ConnectedShare, start_links
-from vllm_ssdkv.node.client.pooled_index import PooledIndex
-from vllm_ssdkv.node.client.pooled_store import PooledStore
 from vllm_ssdkv.node.client.remote_index import RemoteIndex, RemotePlacement
 from vllm_ssdkv.node.client.remote_store import RemoteStore
 from vllm_ssdkv.node.client.session import Peer, as_name
@@ -84,7 +78,7 @@ def volume_peers(config: SSDKVConfig, run: str, rank: int) -> list[Peer]:
 
 def open_remote_store(
     config: SSDKVConfig, place: StorePlace, layout: KVLayout, rank: int, counters: Counters
-) -> tuple[RemoteStore | PooledStore, KVLayout]:
+) -> tuple[RemoteStore, KVLayout]:
     """A rank's store in a node or in several, and the layout of its slots there.
 
     Raises:
@@ -92,12 +86,7 @@ def open_remote_store(
         StoreError: no node answers, or one refuses.
     """
     peers = peers_of(config, place, layout, "worker", rank)
-    tokens, deadline_s = layout.block_tokens, config.io.deadline
-    store: RemoteStore | PooledStore
-    if len(peers) > 1:
-        store = PooledStore(peers, counters, tokens, deadline_s)
-    else:
-        store = RemoteStore(peers[0], counters, tokens, deadline_s)
+    store = RemoteStore(peers, counters, config.io.deadline)
     welcome = store.open()
     geometry = dataclasses.replace(layout.geometry, encrypted=welcome.encrypted)
     if geometry.frame_bytes != welcome.frame_bytes:
@@ -122,15 +111,8 @@ def open_remote_index(
     """
     counters = place.counters
     peers = peers_of(config, place, layout, "scheduler")
-    index: RemoteIndex | PooledIndex
-    if len(peers) > 1:
-        index, name_key = _pooled_index(config, peers, counters, stack), b""
-    else:
-        link = NodeLink(peers[0], counters, with_bytes=False)
-        name_key = bytes(link.start().welcome.name_key)
-        stack.callback(link.close)
-        index = RemoteIndex(link, counters)
-        stack.callback(index.close)
+    index = RemoteIndex.open(peers, config.nodes, counters, config.replicas)
+    stack.callback(index.close)
     weights = index.bind(BIND_S)
     # What is written, and how much, the node decides.
     policy = WritePolicy(config, [], WearLedger(None, [], counters), [], index.num_slots, counters)
@@ -143,27 +125,5 @@ def open_remote_index(
         "this one computes otherwise, and start it again",
     )
     placement = RemotePlacement(index)
-    return SchedulerStore(index, placement, [], suspension, policy, counters, name_key), weights
-
-
-def _pooled_index(
-    config: SSDKVConfig, peers: Sequence[Peer], counters: Counters, stack: ExitStack
-) -> PooledIndex:
-    """Index of several nodes; each hides keys under a key of its own."""
-    share = ConnectedShare(counters, len(peers))
-    links = [
-        NodeLink(
-            *(peer, counters),
-            with_bytes=False,
-            connected=functools.partial(share.set, node),
-            hides=True,
-        )
-        for node, peer in enumerate(peers)
-    ]
-    slots = start_links(links).num_slots
-    for link in links:
-        stack.callback(link.close)
-    members = [RemoteIndex(link, counters, num_slots=slots) for link in links]
-    for member in members:
-        stack.callback(member.close)
-    return PooledIndex(members, config.nodes, counters, config.replicas)
+    opened = SchedulerStore(index, placement, [], suspension, policy, counters, index.name_key)
+    return opened, weights

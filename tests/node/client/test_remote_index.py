@@ -14,7 +14,6 @@ from tests.node.client.scripted_node import SLOTS, Connection, ScriptedNode
 from tests.node.waits import unknown
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.node.client.node_link import NodeLink
 from vllm_ssdkv.node.client.remote_index import RemoteIndex, RemotePlacement
 from vllm_ssdkv.node.client.session import CALL_S
 from vllm_ssdkv.node.protocol.channel import Frame
@@ -23,8 +22,8 @@ from vllm_ssdkv.node.protocol.messages import (
     Claimed,
     Done,
     Drop,
+    Find,
     ForgetAll,
-    Last,
     Leave,
     Lookup,
     Message,
@@ -55,8 +54,9 @@ def answers(connection: Connection, message: Message, frame: Frame) -> Message |
                 found.append(STORED[key])
             slots, epochs = zip(*found, strict=True) if found else ((), ())
             return Slots(pack(slots), pack(epochs))
-        case Last(_, first, end, _):
-            return Position(min(first + 1, end))
+        case Find(keys):
+            each = [STORED.get(key, (-1, 0)) for key in unpack_keys(keys)]
+            return Slots(pack([slot for slot, _ in each]), pack([epoch for _, epoch in each]))
         case Claim(keys):
             new = {KEYS[2]: (TAKEN, 0), KEYS[3]: (7, 70), KEYS[4]: (8, 80)}
             of = [
@@ -83,11 +83,13 @@ def counters() -> Counters:
     return Counters()
 
 
+def opened(node: ScriptedNode, counters: Counters) -> RemoteIndex:
+    return RemoteIndex.open([node.peer("scheduler")], ["node"], counters, timeout=0.5)
+
+
 @pytest.fixture
 def index(node: ScriptedNode, counters: Counters) -> Iterator[RemoteIndex]:
-    link = NodeLink(node.peer("scheduler"), counters, with_bytes=False)
-    link.start()
-    made = RemoteIndex(link, counters)
+    made = opened(node, counters)
     yield made
     made.close()
 
@@ -99,14 +101,14 @@ def of_kind(node: ScriptedNode, kind: type[Message]) -> list[Message]:
 def test_a_prefix_is_found_once_a_step(node: ScriptedNode, index: RemoteIndex) -> None:
     for _ in range(2):
         assert index.lookup(KEYS[:2]).tolist() == [3, 4]
-    assert len(of_kind(node, Lookup)) == 1, "the second answer is remembered"
+    assert len(of_kind(node, Find)) == 1, "the second answer is remembered"
     assert index.epochs(np.array([3, 4])).tolist() == [30, 40]
     assert index.find(KEYS[1]) == 4
     assert index.key(4) == KEYS[1]
     RemotePlacement(index).step()
     assert index.find(KEYS[1]) is None
     assert index.lookup(KEYS).tolist() == [3, 4]
-    assert len(of_kind(node, Lookup)) == 2
+    assert len(of_kind(node, Find)) == 2
 
 
 def test_claims_are_pinned_and_given_back(node: ScriptedNode, index: RemoteIndex) -> None:
@@ -125,9 +127,9 @@ def test_claims_are_pinned_and_given_back(node: ScriptedNode, index: RemoteIndex
 def test_what_needs_no_answer_is_told_in_order(node: ScriptedNode, index: RemoteIndex) -> None:
     index.touch_chain(KEYS[:2])
     index.pin(index.lookup(KEYS[:1]))
-    assert index.last(KEYS, 0, 4, [0]) == 1
+    assert index.last(KEYS, 0, 4, [0]) == 2
     kinds = [type(message) for message in node.told]
-    assert kinds == [Touch, Lookup, Pin, Last]
+    assert kinds == [Touch, Find, Pin, Find]
     (pin,) = of_kind(node, Pin)
     assert isinstance(pin, Pin)
     assert (unpack(pin.slots).tolist(), unpack(pin.epochs).tolist()) == ([3], [30])
@@ -172,13 +174,13 @@ def test_pins_of_a_session_that_has_ended_are_not_those_of_the_next(
     index.pin(np.array([3, 7]))
     node.told.clear()
     index.unpin(np.array([*before, 7]))
-    assert index.last(KEYS, 0, 4, [0]) == 1  # whatever was told before it has come
+    assert index.claim(KEYS[:1]).tolist() == [TAKEN]  # whatever was told before it has come
     assert not of_kind(node, Unpin)
     index.unpin(np.array([3, 7]))
     until(lambda: of_kind(node, Unpin))
     assert of_kind(node, Unpin) == [Unpin(pack([3, 7]), pack([31, 71]))]
     index.unpin(np.array([3, 7]))  # nobody has pinned them any more
-    assert index.last(KEYS, 0, 4, [0]) == 1
+    assert index.claim(KEYS[:1]).tolist() == [TAKEN]
     assert len(of_kind(node, Unpin)) == 1
 
 
@@ -222,9 +224,7 @@ def test_a_node_that_stalls_costs_one_deadline(node: ScriptedNode, index: Remote
 
 def test_an_answer_to_something_else_ends_the_session(tmp_path: Path, counters: Counters) -> None:
     node = ScriptedNode(tmp_path, lambda *_: Position(1))
-    link = NodeLink(node.peer("scheduler"), counters, with_bytes=False)
-    link.start()
-    index = RemoteIndex(link, counters)
+    index = opened(node, counters)
     assert index.lookup(KEYS).tolist() == []
     assert counters.total("node_call_failures") == 1
     index.close()
@@ -246,13 +246,13 @@ def test_an_answer_that_cannot_be_ends_the_session(
     tmp_path: Path, counters: Counters, answer: Slots | Claimed
 ) -> None:
     node = ScriptedNode(tmp_path, lambda *_: answer)
-    link = NodeLink(node.peer("scheduler"), counters, with_bytes=False)
-    session = link.start()
-    index = RemoteIndex(link, counters)
+    index = opened(node, counters)
+    session = index.members[0].link.session
     if isinstance(answer, Slots):
         assert index.lookup(KEYS[:2]).tolist() == []
     else:
         assert index.claim(KEYS[:2]).tolist() == [TAKEN, TAKEN]
+    assert session is not None
     assert session.ended
     index.close()
     node.kill()
@@ -260,9 +260,7 @@ def test_an_answer_that_cannot_be_ends_the_session(
 
 def test_slots_beyond_the_store_are_not_used(node: ScriptedNode, counters: Counters) -> None:
     node.slots = 4
-    link = NodeLink(node.peer("scheduler"), counters, with_bytes=False)
-    link.start()
-    index = RemoteIndex(link, counters)
+    index = opened(node, counters)
     assert index.lookup(KEYS).tolist() == [3]
     assert index.claim(KEYS[3:5]).tolist() == [FULL, FULL]
     until(lambda: of_kind(node, Unpin))
@@ -275,9 +273,8 @@ def test_a_start_without_its_node_says_why(tmp_path: Path, fault: str, counters:
     node.version = 77
     if fault == "nobody":
         node.kill()
-    link = NodeLink(node.peer("scheduler"), counters, with_bytes=False)
     with pytest.raises(StoreError, match=r"node\.sock") as caught:
-        link.start(timeout=0.5)
+        opened(node, counters)
     assert ("77" in str(caught.value)) == (fault == "version")
     node.kill()
 
@@ -302,9 +299,10 @@ def test_a_request_waits_for_what_others_compute(
     others = 0
     until(lambda: not index.awaits("a", KEYS, unknown))
     assert counters.total("prefix_waits", end="served") == 1
-    asked = len(of_kind(node, Lookup))
-    assert index.lookup(KEYS).tolist() == [3, 4]
-    assert len(of_kind(node, Lookup)) == asked, "the answer is known"
+    asked = len(of_kind(node, Find))
+    for _ in range(2):
+        assert index.lookup(KEYS).tolist() == [3, 4]
+    assert len(of_kind(node, Find)) == asked + 1, "what others have stored is asked for once"
     others = 3
     assert index.awaits("b", KEYS, lambda: 0.0)
     until(lambda: not index.awaits("b", KEYS, lambda: 0.0))
@@ -343,7 +341,7 @@ def test_a_reset_is_told_to_each_later_session_first(
     node.told.clear()
     node.start()
     until(lambda: len(index.lookup(KEYS[:1])))
-    assert [type(message) for message in node.told[:2]] == [ForgetAll, Lookup]
+    assert [type(message) for message in node.told[:2]] == [ForgetAll, Find]
 
 
 def test_a_session_that_cannot_be_told_of_a_reset_is_not_used(
@@ -354,4 +352,4 @@ def test_a_session_that_cannot_be_told_of_a_reset_is_not_used(
     )
     RemotePlacement(index).forget_stored()
     assert index.lookup(KEYS[:1]).tolist() == []
-    assert of_kind(node, Lookup) == []
+    assert of_kind(node, Find) == []

@@ -13,7 +13,6 @@ from tests.kit.waiting import until
 from tests.node.networks import NO_NAMESPACES, Host, two_hosts
 from tests.node.server.attacker import SPEC, Attacker
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.node.client.node_link import NodeLink
 from vllm_ssdkv.node.client.remote_index import RemoteIndex
 from vllm_ssdkv.node.client.session import Peer
 from vllm_ssdkv.node.protocol.address import Address
@@ -65,9 +64,7 @@ def test_an_engine_outlives_its_network(
         there.run(lambda: store_a_block(address, keys))
         credentials = Credentials.load(keys, "engine")
         peer = Peer(address, credentials, "scheduler", "second", store=SPEC)
-        link = NodeLink(peer, Counters(), with_bytes=False)
-        there.run(link.start)
-        index = RemoteIndex(link, Counters())
+        index = there.run(lambda: RemoteIndex.open([peer], [str(address)], Counters()))
         (slot,) = index.lookup([KEY])
         index.pin(index.lookup([KEY]))
         until(lambda: pins(here, node, "second") == 1)

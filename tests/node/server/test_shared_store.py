@@ -83,7 +83,7 @@ class Halves:
         for rank in range(spec.ranks):
             role: Role = "worker"
             peer = Peer(address, None, role, run, rank, spec)
-            store = RemoteStore(peer, Counters(), spec.block_tokens, 5.0)
+            store = RemoteStore([peer], Counters(), 5.0)
             store.open()
             store.tell_weights(run.encode())
             hbm: dict[int, bytes] = {}

@@ -13,7 +13,6 @@ from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.connector.worker.pinning import pin_memory, unpin_memory
 from vllm_ssdkv.connector.worker.rank_store import StoreWork
-from vllm_ssdkv.node.client.pooled_store import PooledStore
 from vllm_ssdkv.node.client.remote_store import RemoteStore
 from vllm_ssdkv.store.format.segment import Segment
 
@@ -51,7 +50,7 @@ class NodeRank:
 
     device_paths: Final[Sequence[str]] = ()
 
-    def __init__(self, store: RemoteStore | PooledStore, counters: Counters, rank: int):
+    def __init__(self, store: RemoteStore, counters: Counters, rank: int):
         """``store`` was opened; the worker closes it."""
         self.counters, self.rank = counters, rank
         self._store = store
@@ -64,7 +63,7 @@ class NodeRank:
         """
         self._store.tell_weights(digest)
 
-    def start(self, work: StoreWork) -> RemoteStore | PooledStore:
+    def start(self, work: StoreWork) -> RemoteStore:
         """Let the node's blocks come."""
         self._store.start(work.copy_in)
         return self._store

@@ -56,7 +56,7 @@ class NodeLink:
         with_bytes: bool,
         opened: Callable[[Session], None] | None = None,
         connected: Callable[[bool], None] | None = None,
-        hides: bool = False,
+        pooled: bool = False,
     ):
         """
         Args:
@@ -66,10 +66,9 @@ class NodeLink:
                 then closed by whoever uses it.
             opened: Called with each new session before anybody else has it, in the thread that
                 opened it; a NodeError of it ends the session.
-            connected: Told whether the node answers, where the engine has several; None: it has
-                this one, and the gauge says it.
-            hides: Whether keys are hidden here, under the node's own key of names; False: they come
-                as the node stores them.
+            connected: Told whether the node answers; None: the gauge says it.
+            pooled: Whether the engine has several nodes. Keys are then hidden here, under the key
+                of names of each node; those of a single node come as it stores them.
         """
         self.peer = peer
         self._counters, self._with_bytes, self._opened = counters, with_bytes, opened
@@ -78,9 +77,8 @@ class NodeLink:
         self._thread = threading.Thread(target=self._run, name="ssdkv-node-link", daemon=True)
         self._refusal = ""
         self._frames: tuple[int, bool] | None = None
-        self._hides = hides
+        self._pooled = pooled
         self._name_key: bytes | None = None
-        self._alone = connected is None
         self._connected = connected or self._set_gauge
 
     def _set_gauge(self, connected: bool) -> None:
@@ -91,6 +89,11 @@ class NodeLink:
         """The session, while the node answers."""
         found = self._session
         return None if found is None or found.ended else found
+
+    @property
+    def name_key(self) -> bytes:
+        """The node's key of names; empty before the first session, or where it hides none."""
+        return self._name_key or b""
 
     def start(self, timeout: float = START_S) -> Session:
         """Open the first session, and keep one from now on.
@@ -155,7 +158,7 @@ class NodeLink:
         Before the first session nobody knows how they are hidden: the names are then those of no
         block.
         """
-        if not self._hides or self._name_key == b"":
+        if not self._pooled or self._name_key == b"":
             return pack_keys(keys)
         return pack_keys([block_name(self._name_key or b"", key) for key in keys])
 
@@ -171,7 +174,7 @@ class NodeLink:
                 "ssdkv: the node %s does not answer: nothing is found in it or stored until it "
                 "does; %s",
                 self.peer.address,
-                "requests are computed" if self._alone else "the other nodes of the pool serve on",
+                "the other nodes of the pool serve on" if self._pooled else "requests are computed",
             )
             if not self._reconnect():
                 return

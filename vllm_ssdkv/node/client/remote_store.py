@@ -1,53 +1,31 @@
-"""Residency in a node, as a worker asks for it: blocks go to a transfer region, hits come back.
+"""Residency in nodes, one or several, as a worker asks for it.
 
 Satisfies the protocol ``RankStore`` of the connector.
 """
 
 from __future__ import annotations
 
-import collections
-import itertools
+import functools
 import logging
-import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.base.errors import NodeError, ProtocolError, StoreError
+from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.base.sizes import approximate_size
-from vllm_ssdkv.node.client.node_link import NodeLink
-from vllm_ssdkv.node.client.session import CALL_S, Peer, Session, as_name
-from vllm_ssdkv.node.client.transfer import ArrivedFrames, MappedFrames, TransferRegion
-from vllm_ssdkv.node.protocol.channel import Channel, Frame
-from vllm_ssdkv.node.protocol.messages import (
-    MAX_ENTRIES,
-    MAX_LOADING,
-    MAX_LOADS,
-    Arrived,
-    Copied,
-    Discard,
-    Done,
-    Load,
-    LoadEnded,
-    Message,
-    Region,
-    Save,
-    Taken,
-    TellWeights,
-    Welcome,
-    WriteFailed,
-    Written,
-    pack,
-    unpack,
-)
-from vllm_ssdkv.node.protocol.shared_memory import map_shared
+from vllm_ssdkv.node.client.hedging import HedgeBudget, LoadTimes
+from vllm_ssdkv.node.client.node_link import START_S
+from vllm_ssdkv.node.client.node_links import ConnectedShare, start_links
+from vllm_ssdkv.node.client.node_residency import NodeResidency, PinMemory
+from vllm_ssdkv.node.client.session import Peer
+from vllm_ssdkv.node.client.transfer import TransferRegion
+from vllm_ssdkv.node.protocol.messages import Welcome
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
 from vllm_ssdkv.store.read.prefix_loader import CopyIn
 
@@ -57,543 +35,492 @@ I64 = NDArray[np.int64]
 I32 = NDArray[np.int32]
 Pairs = list[tuple[int, int]]
 
-REGION_BYTES: Final = 256 << 20
-"""Of a transfer region, at most; a node may allow less in flight."""
+STOP_S: Final = 5.0
+"""Wait for the thread at the end, in seconds."""
 
-PAYLOAD_BYTES: Final = 16 << 20
-"""Of frames that come at a time where memory is not shared, or one frame."""
-
-SILENCES: Final = 4
-"""Heartbeats that may be missing before the node counts as gone."""
-
-LEAST_SILENCE_S: Final = 2.0
-
-LEAST_RATE: Final = 20e6
-"""Bytes per second that a network must take: a slower one is no use, and would hold steps up."""
-
-PLACES_S: Final = 1.0
-"""Wait of a step for a place of the transfer region, where all are on their way, in seconds."""
-
-_NO_OFFSETS: Final = np.zeros(0, dtype=np.int64)
-_NO_FRAMES: Final = np.zeros(0, dtype=np.int32)
 _NO_TAILS: Final = np.zeros(0, dtype=np.uint64)
 
 
-class PinMemory(Protocol):
-    """Registers memory of this process with a GPU."""
-
-    def __call__(self, address: int, nbytes: int, *, writable: bool) -> Callable[[], bool]:
-        """Register ``nbytes`` from an absolute address on.
-
-        Returns:
-            Ends the registration, before the memory goes; False: that was not possible.
-        """
-
-
-_STILL_PINNED: Final[list[_Memory]] = []
-"""Memory that a GPU may still reach: it is never unmapped."""
-
-
-@dataclass(slots=True)
-class _Loading:
-    """A load that the node was asked for.
-
-    Attributes:
-        job: What it is to bring.
-        missing: HBM blocks that nothing was copied into yet.
-        failed: A copy into HBM has failed, or its bytes may be those of another block.
-    """
-
-    job: LoadJob
-    missing: set[int]
-    failed: bool = False
-
-
-@dataclass(slots=True)
-class _Saving:
-    """Blocks that the node was asked to save, and has not taken yet."""
-
-    slots: I64
-    epochs: I64
-    places: I32
-
-
-class _Memory:
-    """Memory of one session, and what is under way in it. The lock guards ``loads``, ``waiting``,
-    ``loading``, ``saves``, ``unwritten`` and ``over``.
-
-    Attributes:
-        loads: That the node was asked for, by the number of the call.
-        loading: Slots of these.
-        waiting: Loads that the node is asked for when it has ended others.
-        loads_moved, saves_moved: When the node last did something of any load, and of any save, or
-            the first one under way was asked for; of the monotonic clock. A node does one after the
-            other, so that a single one may wait for long.
-    """
-
-    def __init__(self, session: Session, channel: Channel):
-        """Map what the session has.
-
-        Raises:
-            NodeError: there is no memory, or the node's is not what it announced.
-        """
-        welcome = session.welcome
-        self.session, self.channel = session, channel
-        self.arena: NDArray[np.uint8] | None = None
-        if session.arena >= 0:
-            mapping = map_shared(session.arena, welcome.arena_bytes, writable=False)
-            self.arena = np.frombuffer(mapping, dtype=np.uint8)
-        room = max(welcome.frame_bytes, min(welcome.in_flight, REGION_BYTES))
-        self.region = TransferRegion(room, welcome.frame_bytes, shared=channel.is_unix)
-        self.payload = np.zeros(0, dtype=np.uint8)
-        """Frames that came as a payload."""
-        self.lock = threading.Lock()
-        self.loads: dict[int, _Loading] = {}
-        self.loading = 0
-        self.waiting: collections.deque[LoadJob] = collections.deque()
-        self.saves: dict[int, _Saving] = {}
-        self.loads_moved = self.saves_moved = 0.0
-        self._unpins: list[Callable[[], bool]] = []
-        self.unwritten: dict[int, int] = {}
-        self.over = False
-        self.receiver: threading.Thread | None = None
-        self.freed: queue.SimpleQueue[I32] = queue.SimpleQueue()
-
-    @property
-    def usable(self) -> bool:
-        """Check whether anything new may begin in it."""
-        return not (self.over or self.session.ended)
-
-    @property
-    def lends(self) -> bool:
-        """Check whether the node still keeps for this session the frames that it has told of. It
-        ends the connection before it uses them again."""
-        return not self.session.ended and not self.channel.peer_left
-
-    def begin_load(self, number: int) -> LoadJob | None:
-        """The next load that waits, which is asked for from now on; None: there is none, or the
-        node has as many as it takes."""
-        with self.lock:
-            if self.over or not self.waiting or len(self.loads) >= MAX_LOADS:
-                return None
-            if self.loading + len(self.waiting[0].slots) > MAX_LOADING:
-                return None
-            job = self.waiting.popleft()
-            if not self.loads:
-                self.loads_moved = time.monotonic()
-            self.loads[number] = _Loading(job, set(job.block_ids.tolist()) - {0})
-            self.loading += len(job.slots)
-            return job
-
-    def pin(self, pin: PinMemory) -> None:
-        """Register with a GPU what is mapped.
-
-        Raises:
-            StoreError: of ``pin``.
-        """
-        frames = self.region.frames
-        self._unpins.append(pin(frames.start, self.region.nbytes, writable=True))
-        if self.arena is not None:
-            address = int(self.arena.ctypes.data)
-            self._unpins.append(pin(address, self.arena.nbytes, writable=False))
-
-    def unpin(self) -> None:
-        """End the registrations: what is mapped at these addresses later is other memory. Memory of
-        which one does not end stays mapped."""
-        unpins, self._unpins = self._unpins, []
-        ended = [unpin() for unpin in unpins]
-        if not all(ended):
-            _STILL_PINNED.append(self)
-
-    def take_back(self, patience_s: float) -> None:
-        """Take back places that the node has copied; wait so long for some where none is free."""
-        wait_for = patience_s if not self.region.free and self.saves else 0.0
-        try:
-            while True:
-                self.region.give_back(self.freed.get(wait_for > 0, wait_for))
-                wait_for = 0.0
-        except queue.Empty:
-            return
-
-    def stood_still(self, since: float) -> bool:
-        """Check whether loads or saves are under way, and none has moved since this instant."""
-        with self.lock:
-            loads_stand = bool(self.loads) and self.loads_moved < since
-            return loads_stand or (bool(self.saves) and self.saves_moved < since)
-
-
-class _SaveFrames:
-    """Places of the transfer region of the session in use."""
-
-    def __init__(self, store: RemoteStore):
-        self._store = store
+class _Frames(Protocol):
+    """Frames of one node."""
 
     def address(self, frames: I32) -> NDArray[np.uint64]:
         """Absolute address of each frame, [n]."""
-        return self._store.region.address(frames)
 
     def view(self, frame: int) -> NDArray[np.uint8]:
         """Bytes of a frame, without a copy."""
-        return self._store.region.view(frame)
 
 
-def take_outcomes(
-    outcomes: queue.SimpleQueue[LoadOutcome], under_way: int, patience_s: float
-) -> list[LoadOutcome]:
-    """Take what is there, of loads ``under_way``; wait for the first one for ``patience_s``."""
-    if patience_s > 0 and not under_way:
-        time.sleep(patience_s)  # who computes for requests that wait may need the core
-    found: list[LoadOutcome] = []
-    while len(found) < under_way:
-        try:
-            timeout = 0.0 if found else patience_s
-            found.append(outcomes.get(timeout > 0, timeout))
-        except queue.Empty:
-            break
-    return found
+class PooledFrames:
+    """Frames of several memories: frame ``f`` of memory ``i`` of n has number ``f * n + i``.
+
+    Example:
+        frames = PooledFrames([store.save_frames for store in stores])
+        frames.address(frames.numbers(1, np.array([0, 1], dtype=np.int32)))
+    """
+
+    def __init__(self, memories: Sequence[_Frames]):
+        self._memories = memories
+
+    def numbers(self, memory: int, frames: I32) -> I32:
+        """Numbers of frames of one memory, [n]."""
+        return (frames * len(self._memories) + memory).astype(np.int32)
+
+    def address(self, frames: I32) -> NDArray[np.uint64]:
+        """Absolute address of each frame, [n]."""
+        found = np.zeros(len(frames), dtype=np.uint64)
+        for i, memory in enumerate(self._memories):
+            here = frames % len(self._memories) == i
+            if here.any():
+                found[here] = memory.address(frames[here] // len(self._memories))
+        return found
+
+    def view(self, frame: int) -> NDArray[np.uint8]:
+        """Bytes of a frame, without a copy."""
+        frame, memory = divmod(frame, len(self._memories))
+        return self._memories[memory].view(frame)
+
+
+class _Nowhere:
+    """One place for all blocks whose node is gone: their copy must go somewhere."""
+
+    def __init__(self) -> None:
+        self.region: TransferRegion | None = None
+
+    def open(self, frame_bytes: int) -> None:
+        """Make the place."""
+        self.region = TransferRegion(frame_bytes, frame_bytes, shared=False)
+
+    def address(self, frames: I32) -> NDArray[np.uint64]:
+        """See :class:`_Frames`."""
+        if self.region is None:
+            raise StoreError("no session was opened")
+        return self.region.frames.address(np.zeros_like(frames))
+
+    def view(self, frame: int) -> NDArray[np.uint8]:
+        """See :class:`_Frames`."""
+        if self.region is None:
+            raise StoreError("no session was opened")
+        return self.region.frames.view(0)
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """A load that the worker asked for; ``left`` of its parts have not come."""
+
+    job: LoadJob
+    outcome: LoadOutcome
+    handles: I64
+    left: int = 0
+    over: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """Blocks of a load that lie on the same nodes.
+
+    Attributes:
+        load: Whose part it is.
+        which: Indices of its slots.
+        node, other: Nodes that have them; -1: no other.
+        under_way: Nodes that were asked and have not answered.
+        other_asked: The other one was asked.
+        hedged: It was, while the first one had not answered.
+        done: All of it has come.
+    """
+
+    load: _Load
+    which: I64
+    node: int
+    other: int
+    under_way: int = 0
+    other_asked: bool = False
+    hedged: bool = False
+    done: bool = False
 
 
 class RemoteStore:
-    """The store of one rank in a node.
+    """The store of one rank in a pool of nodes, often of one.
 
-    The thread of the forward pass calls all methods; a thread for each session receives. What is
-    under way when a session ends fails at once: saves are not stored, hits are computed. Memory of
-    a session is never used with another one.
+    The thread of the forward pass calls all methods. A thread of its own waits for the nodes: of
+    each part of a load that fails, or is late by what loads of the other node take, that other node
+    is asked too, where it has the blocks.
+
+    HBM blocks are known to nodes by handles, which are good until the block has come once, or the
+    load is over. So what an overtaken node sends is not copied. A node tells of a block when it has
+    checked it, so that the first one counts.
 
     Example:
-        store = RemoteStore(peer, counters, block_tokens=16, deadline_s=10.0)
+        store = RemoteStore(peers, counters, deadline_s=10.0)
         store.open()
         store.start(copy_in)
         frames = store.reserve_frames(slots, wait=False)
     """
 
-    def __init__(
-        self,
-        peer: Peer,
-        counters: Counters,
-        block_tokens: int,
-        deadline_s: float,
-        *,
-        ended: Callable[[LoadOutcome], None] | None = None,
-        connected: Callable[[bool], None] | None = None,
-        hides: bool = False,
-    ):
+    def __init__(self, peers: Sequence[Peer], counters: Counters, deadline_s: float):
         """
         Args:
-            peer: The node, and this rank of the engine.
+            peers: The nodes, in the order of the option, and this rank of the engine.
             counters: Of this rank.
-            block_tokens: Tokens of a slot.
             deadline_s: For which a load or a save may stand still.
-            ended: Told of each load that has ended, from any thread, in place of
-                :meth:`take_load_outcomes`.
-            connected, hides: See :class:`NodeLink`.
         """
-        self.link = NodeLink(
-            *(peer, counters),
-            with_bytes=True,
-            opened=self._opened,
-            connected=connected,
-            hides=hides,
-        )
-        self._counters, self._deadline_s = counters, deadline_s
-        self._block_tokens = block_tokens
-        self._weights = b""
-        self._copy_in: CopyIn | None = None
-        self._memory: _Memory | None = None
-        self._next: _Memory | None = None
-        self._swap = threading.Lock()
-        self._numbers = itertools.count(1)
-        self._held: dict[int, int] = {}
-        """Slot: place, of blocks that are reserved and not flushed."""
-        self._written: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-        self._failed: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-        self._outcomes: queue.SimpleQueue[LoadOutcome] = queue.SimpleQueue()
-        self._ended = ended or self._outcomes.put
-        self._under_way = 0
+        self._counters = counters
+        self._ended: queue.SimpleQueue[LoadOutcome | None] = queue.SimpleQueue()
+        share, pooled = ConnectedShare(counters, len(peers)), len(peers) > 1
+        self.stores = [
+            NodeResidency(
+                peer,
+                counters,
+                deadline_s,
+                self._part_came,
+                functools.partial(share.set, node),
+                pooled=pooled,
+            )
+            for node, peer in enumerate(peers)
+        ]
+        self._nowhere = _Nowhere()
+        self.save_frames = PooledFrames([*(s.save_frames for s in self.stores), self._nowhere])
+        self.load_frames = PooledFrames([s.load_frames for s in self.stores])
         self.tails = _NO_TAILS
-        self.save_frames = _SaveFrames(self)
-        self.load_frames = ArrivedFrames()
-        self._pin: PinMemory | None = None
+        self._copy_in: CopyIn | None = None
+        self._wanted: dict[int, int] = {}
+        """HBM block by handle. Taken out under ``_copying`` only."""
+        self._copying, self._lock = threading.Lock(), threading.Lock()
+        self._parts: dict[str, tuple[_Part, int, float]] = {}
+        """Parts that nodes were asked for, by name, the node, and when, of the monotonic clock."""
+        self._number = 0
+        self._next_handle = 1
+        self._times = [LoadTimes() for _ in peers]
+        self._budget = HedgeBudget()
+        self._outcomes: queue.SimpleQueue[LoadOutcome] = queue.SimpleQueue()
+        self._under_way = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ssdkv-pool", daemon=True)
 
     # ---- sessions ----
 
-    def open(self) -> Welcome:
-        """Open the first session. What the node says of the store.
+    def open(self, timeout: float = START_S) -> Welcome:
+        """Open the first sessions. What a node says of its store.
+
+        ``timeout``: seconds for which a node that does not answer is waited for.
 
         Raises:
-            StoreError: the node does not answer or refuses; the text names the way out.
+            StoreError: no node answers, or one refuses; the text names the way out.
         """
-        session = self.link.start()
-        self.adopt()
-        return session.welcome
-
-    @property
-    def usable(self) -> bool:
-        """Check whether something new may begin in the session in use."""
-        return self._memory is not None and self._memory.usable
-
-    @property
-    def lends(self) -> bool:
-        """Check whether the node still keeps the frames that it has told of, for the thread that
-        copies them."""
-        return self._memory is not None and self._memory.lends
+        welcome = start_links([store.link for store in self.stores], timeout)
+        for store in self.stores:
+            store.adopt()
+        self._nowhere.open(welcome.frame_bytes)
+        return welcome
 
     def describe(self) -> list[str]:
         """Lines of the start-up summary."""
-        if self._memory is None:
-            return []
-        welcome = self._memory.session.welcome
-        return [
-            f"node {self.link.peer.address}: store of up to {welcome.num_slots} blocks per rank, "
-            f"{welcome.frames} of them in DRAM "
-            f"({approximate_size(welcome.frames * welcome.frame_bytes)})",
-            f"encryption {'by the node' if welcome.encrypted else 'off'}",
-        ]
+        return [line for store in self.stores for line in store.describe()]
 
     def tell_weights(self, digest: bytes) -> None:
-        """Tell the node, and each session from now on, what weights this rank holds.
+        """Tell the nodes, and each session from now on, what weights this rank holds.
 
         Raises:
-            StoreError: the node is gone.
+            StoreError: all nodes are gone.
         """
-        self._weights = digest
-        session = self.link.session
-        try:
-            if session is not None:
-                session.call(TellWeights(digest), Done)
-        except NodeError as error:
-            raise StoreError(f"nodes: {error}; start the engine again") from error
+        failed: list[StoreError] = []
+        for store in self.stores:
+            try:
+                store.tell_weights(digest)
+            except StoreError as error:
+                failed.append(error)
+        if len(failed) == len(self.stores):
+            raise failed[0]
 
     def start(self, copy_in: CopyIn) -> None:
-        """Begin to receive, once. ``copy_in`` copies frames into HBM blocks, on that thread."""
+        """Begin to receive, once. ``copy_in`` copies frames into HBM blocks, on one thread at a
+        time."""
         self._copy_in = copy_in
-        if self._memory is not None:
-            self._begin(self._memory)
-
-    def _opened(self, session: Session) -> None:
-        """A session has begun, in the link's thread."""
-        channel = session.bytes
-        if channel is None:
-            raise ProtocolError("part", "the session has no connection for bytes")
-        welcome = session.welcome
-        memory = _Memory(session, channel)
-        channel.silence_s = max(LEAST_SILENCE_S, SILENCES * welcome.beat_s)
-        channel.grant(2 * max(PAYLOAD_BYTES, welcome.frame_bytes))
-        if channel.is_unix:
-            region = memory.region
-            fds = [region.descriptor]
-            channel.send(Region(region.nbytes), descriptors=fds, timeout=CALL_S)
-            region.close_descriptor()
-        if self._weights:
-            session.call(TellWeights(self._weights), Done)
-        if self._pin is not None:
-            try:
-                memory.pin(self._pin)
-            except StoreError:
-                memory.unpin()
-                raise
-        if self._copy_in is not None:
-            self._begin(memory)
-        with self._swap:
-            unused = self._next if self._next is not self._memory else None
-            self._next = memory
-        if unused is not None:
-            self._release(unused)
-
-    def _release(self, memory: _Memory) -> None:
-        """Nothing uses a session's memory any more, once its thread has ended."""
-        memory.session.end()
-        if memory.receiver is not None:
-            memory.receiver.join(self._deadline_s)
-            if memory.receiver.is_alive():
-                return  # it has the memory
-        memory.unpin()
-        memory.session.close()
+        self._thread.start()
+        for node, store in enumerate(self.stores):
+            store.start(functools.partial(self._arrived, node))
 
     def pin_with(self, pin: PinMemory) -> None:
-        """Register the memory of this session and of each later one by ``pin``.
+        """Register the memory of these sessions and of each later one by ``pin``.
 
         Raises:
             StoreError: of ``pin``.
         """
-        self._pin = pin
-        if self._memory is not None:
-            self._memory.pin(pin)
+        for store in self.stores:
+            store.pin_with(pin)
+        if self._nowhere.region is not None:
+            region = self._nowhere.region
+            pin(region.frames.start, region.nbytes, writable=True)
 
-    def _begin(self, memory: _Memory) -> None:
-        name = "ssdkv-node-bytes"
-        memory.receiver = threading.Thread(
-            target=self._receive, args=(memory,), name=name, daemon=True
-        )
-        memory.receiver.start()
-
-    def adopt(self) -> None:
-        """Use the newest session, once nothing of the one before is held or under way."""
-        with self._swap:
-            newest, memory = self._next, self._memory
-            if newest is None or newest is memory or self._held:
-                return
-            if memory is not None and not memory.over:
-                return
-            self._memory = newest
-        if newest.receiver is None and self._copy_in is not None:
-            self._begin(newest)
-        if memory is not None:
-            self._release(memory)
-
-    @property
-    def region(self) -> MappedFrames:
-        """Frames of the transfer region in use."""
-        if self._memory is None:
-            raise StoreError("no session was opened")
-        return self._memory.region.frames
+    def leave(self) -> None:
+        """End all sessions."""
+        for store in self.stores:
+            store.leave()
 
     @property
     def open_frames(self) -> int:
-        """Frames of DRAM that the node has for this rank's store."""
-        return 0 if self._memory is None else self._memory.session.welcome.frames
+        """Frames of DRAM that the nodes have for this rank's store."""
+        return sum(store.open_frames for store in self.stores)
 
     # ---- write path ----
 
-    def reserve_frames(
-        self, slots: I64, *, wait: bool, spare_contexts: bool = False
-    ) -> NDArray[np.int32]:
+    def _by_node(self, slots: I64) -> list[tuple[NodeResidency, NDArray[np.bool_]]]:
+        """Nodes that have some of these slots, and which, [n]."""
+        count = len(self.stores)
+        found = [(store, slots % count == node) for node, store in enumerate(self.stores)]
+        return [(store, here) for store, here in found if here.any()]
+
+    def _own(self, slots: I64) -> I64:
+        """Numbers of slots on their nodes."""
+        return slots // len(self.stores)
+
+    def reserve_frames(self, slots: I64, *, wait: bool, spare_contexts: bool = False) -> I32:
         """Places for the first of these slots, [k], k <= n, for the caller to fill.
 
-        Waits up to :data:`PLACES_S` where all are on their way to the node: it copies them in
-        milliseconds. ``wait`` and ``spare_contexts`` are for other modes than ``reuse``.
+        Those of a node that is gone are copied nowhere, and told as failed when they are flushed.
+        Where all nodes are gone there are none.
         """
-        memory = self._memory
-        if memory is None or not memory.usable or not len(slots):
-            return _NO_FRAMES
-        memory.take_back(PLACES_S)
-        places = memory.region.take(len(slots))
-        self._held.update(zip(slots.tolist(), places.tolist(), strict=False))
-        return places
+        count, frames = len(self.stores), np.full(len(slots), -1, dtype=np.int32)
+        if not any(store.usable for store in self.stores):
+            return frames[:0]
+        for node, store in enumerate(self.stores):
+            here = np.flatnonzero(slots % count == node)
+            if not len(here):
+                continue
+            if not store.usable:
+                frames[here] = self.save_frames.numbers(count, np.zeros(len(here), dtype=np.int32))
+                continue
+            places = store.reserve_frames(self._own(slots[here]))
+            frames[here[: len(places)]] = self.save_frames.numbers(node, places)
+        lacking = np.flatnonzero(frames < 0)
+        if len(lacking):
+            self.abandon(slots[lacking[0] :])
+            frames = frames[: lacking[0]]
+        return frames
 
     def filled(self, slots: I64, tails: NDArray[np.uint64]) -> None:
-        """Nothing: slots of a node have no sparse section."""
+        """Nothing: slots of nodes have no sparse section."""
 
     def flush(self, slots: I64, epochs: I64, keys: Sequence[bytes], *, bound: bool = True) -> None:
-        """Have the node save blocks whose places are filled. Never waits for a device."""
-        memory = self._memory
-        here = np.array([slot in self._held for slot in slots.tolist()], dtype=np.bool_)
-        self._fail(slots[~here], epochs[~here])
-        slots, epochs = slots[here], epochs[here]
-        if memory is None or not len(slots):
-            return
-        keys = [key for key, held in zip(keys, here.tolist(), strict=True) if held]
-        places = np.array([self._held.pop(slot) for slot in slots.tolist()], dtype=np.int32)
-        number, saving = next(self._numbers), _Saving(slots, epochs, places)
-        with memory.lock:
-            over = memory.over
-            if not over:
-                if not memory.saves:
-                    memory.saves_moved = time.monotonic()
-                memory.saves[number] = saving
-                memory.unwritten.update(zip(slots.tolist(), epochs.tolist(), strict=True))
-        if over:
-            self._fail(slots, epochs)
-            return
-        shared = memory.channel.is_unix
-        frame_bytes = memory.session.welcome.frame_bytes
-        offsets = places.astype(np.int64) * frame_bytes if shared else _NO_OFFSETS
-        message = Save(pack(slots), pack(epochs), self.link.pack_keys(keys), pack(offsets), bound)
-        payload = () if shared else memory.region.frames.views(places)
-        self._send(memory, message, number, payload)
-
-    def _send(
-        self, memory: _Memory, message: Message, number: int, payload: Sequence[memoryview] = ()
-    ) -> None:
-        """Send on the connection for bytes; where that fails, the thread that receives hears."""
-        timeout = CALL_S + sum(view.nbytes for view in payload) / LEAST_RATE
-        try:
-            memory.channel.send(message, payload, call_id=number, timeout=timeout)
-        except NodeError:
-            memory.session.end()
-
-    def _fail(self, slots: I64, epochs: I64) -> None:
-        for pair in zip(slots.tolist(), epochs.tolist(), strict=True):
-            self._failed.put(pair)
+        """Have the nodes save blocks whose places are filled. Never waits for a device."""
+        for store, here in self._by_node(slots):
+            chosen = [key for key, wanted in zip(keys, here.tolist(), strict=True) if wanted]
+            store.flush(self._own(slots[here]), epochs[here], chosen, bound=bound)
 
     def abandon(self, slots: I64) -> None:
-        """Forget what is held for these slots, and have the node forget what it saved of them."""
-        memory = self._memory
-        if memory is None or not len(slots):
-            return
-        wanted = slots.tolist()
-        places = [self._held.pop(slot) for slot in wanted if slot in self._held]
-        memory.region.give_back(np.array(places, dtype=np.int32))
-        with memory.lock:
-            pairs = [(s, memory.unwritten.pop(s)) for s in wanted if s in memory.unwritten]
-        if pairs and memory.usable:
-            table = np.array(pairs, dtype=np.int64)
-            self._send(memory, Discard(pack(table[:, 0]), pack(table[:, 1])), 0)
+        """Forget what is held for these slots, and have nodes forget what they saved of them."""
+        for store, here in self._by_node(slots):
+            store.abandon(self._own(slots[here]))
 
     def trim(self, slots: I64) -> None:
-        """Nothing: the devices are the node's."""
+        """Nothing: the devices are the nodes'."""
 
     def take_write_results(self) -> tuple[Pairs, Pairs]:
         """(slot, epoch) pairs written and failed since the last call."""
-        self.adopt()
-        return _drain(self._written), _drain(self._failed)
+        written: Pairs = []
+        failed: Pairs = []
+        for node, store in enumerate(self.stores):
+            done, not_done = store.take_write_results()
+            written += self._named(node, done)
+            failed += self._named(node, not_done)
+        return written, failed
+
+    def _named(self, node: int, pairs: Iterable[tuple[int, int]]) -> Pairs:
+        """Pairs of one node, with numbers of all."""
+        return [(slot * len(self.stores) + node, epoch) for slot, epoch in pairs]
 
     # ---- load path ----
 
     def load(self, job: LoadJob, *, whole: bool = False) -> None:
         """Ask for a hit. Never waits for a device."""
         self._under_way += 1
-        memory = self._memory
-        over = memory is None or len(job.slots) > MAX_ENTRIES
-        if memory is not None and not over:
-            with memory.lock:
-                over = memory.over
-                if not over:
-                    memory.waiting.append(job)
-        if memory is None or over:
-            self._ended(_failure(job))
-            return
-        self._ask_for_loads(memory)
+        in_hbm = np.zeros(len(job.slots), dtype=np.int64)
+        in_hbm[job.first_in_hbm :] = job.block_ids
+        handles = np.zeros(len(job.slots), dtype=np.int64)
+        wanted = np.flatnonzero(in_hbm)
+        handles[wanted] = self._next_handle + np.arange(len(wanted))
+        self._next_handle += len(wanted)
+        self._wanted.update(zip(handles[wanted].tolist(), in_hbm[wanted].tolist(), strict=True))
+        load = _Load(job, LoadOutcome(job.request_id), handles)
+        with self._lock:
+            parts = self._cut(load)
+            load.left = len(parts)
+            for part in parts:
+                self._budget.earn()
+                self._ask(part, part.node, job.slots, job.epochs)
+            if not parts:
+                self._finish(load, complete=True)
+        if any(part.other >= 0 for part in parts):
+            self._ended.put(None)  # the thread has something to be late for
 
-    def _ask_for_loads(self, memory: _Memory) -> None:
-        """Ask the node for loads that wait, for as many as it takes at a time."""
-        while (job := memory.begin_load(number := next(self._numbers))) is not None:
-            message = Load(
-                as_name(job.request_id),
-                pack(job.slots),
-                pack(job.epochs),
-                self.link.pack_keys(job.keys),
-                pack(job.block_ids),
-                len(job.slots) if job.chain is None else job.chain,
-                job.behind,
-                job.compared,
+    def _cut(self, load: _Load) -> list[_Part]:
+        """Parts of a load by the nodes that have them."""
+        job, count = load.job, len(self.stores)
+        others = job.others if len(job.others) else np.full(len(job.slots), -1, dtype=np.int64)
+        node, other = job.slots % count, np.where(others >= 0, others % count, -1)
+        pairs = node * (count + 1) + other + 1
+        return [
+            _Part(load, np.flatnonzero(pairs == pair), pair // (count + 1), pair % (count + 1) - 1)
+            for pair in np.unique(pairs).tolist()
+        ]
+
+    def _ask(self, part: _Part, node: int, slots: I64, epochs: I64) -> None:
+        """Ask a node for a part. ``slots``, ``epochs``: of the whole load. Lock held."""
+        job, which = part.load.job, part.which
+        self._number += 1
+        name = f"{job.request_id} part {self._number}"
+        self._parts[name] = part, node, time.monotonic()
+        part.under_way += 1
+        chain = len(job.slots) if job.chain is None else job.chain
+        self.stores[node].load(
+            LoadJob(
+                name,
+                self._own(slots[which]),
+                epochs[which],
+                tuple(job.keys[i] for i in which.tolist()),
+                part.load.handles[which],
+                int(np.count_nonzero(which < chain)),
+                job.behind if which[0] == 0 else 0,
+                job.compared and bool(which[-1] == len(job.slots) - 1),
             )
-            self._send(memory, message, number)
+        )
+
+    def _ask_other(self, part: _Part) -> None:
+        """Ask the other node for a part. Lock held."""
+        part.other_asked = True
+        job = part.load.job
+        self._ask(part, part.other, job.others, job.other_epochs)
+
+    def _arrived(self, node: int, frames: I32, handles: I64) -> None:
+        """Copy those blocks that have not come yet. In the thread of a session."""
+        with self._copying:
+            blocks = np.array([self._wanted.get(h, -1) for h in handles.tolist()], dtype=np.int64)
+            new = blocks >= 0
+            if not new.any() or self._copy_in is None:
+                return
+            self._copy_in(self.load_frames.numbers(node, frames[new]), blocks[new])
+            if not self.stores[node].lends:
+                return  # it may have been other blocks' bytes: another node brings them
+            for handle in handles[new].tolist():
+                del self._wanted[handle]
+
+    # ---- the thread ----
+
+    def _part_came(self, outcome: LoadOutcome) -> None:
+        """A node has answered. The thread of its session passes what is complete on by itself, so
+        that nobody waits for one more thread; it never waits for who sends under the lock."""
+        if outcome.complete and self._lock.acquire(blocking=False):
+            try:
+                self._part_ended(outcome)
+            finally:
+                self._lock.release()
+        else:
+            self._ended.put(outcome)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._wait()
+            except Exception:  # whatever it is, requests must not wait for ever
+                self._counters.add("thread_errors", 1, thread="node")
+                logger.exception("ssdkv: loading from nodes failed")
+                with self._lock:
+                    for load in {part.load for part, _, _ in self._parts.values()}:
+                        self._finish(load, complete=False)
+
+    def _wait(self) -> None:
+        """Wait for what comes first: the end of a part, or that one is late."""
+        outcome = None
+        with self._lock:
+            pause_s = self._hedge_late()
+        try:
+            outcome = self._ended.get(timeout=pause_s)
+        except queue.Empty:
+            return
+        if outcome is not None:
+            with self._lock:
+                self._part_ended(outcome)
+
+    def _hedge_late(self) -> float | None:
+        """Ask others for what is late; seconds until something else is. Lock held."""
+        soonest: float | None = None
+        now = time.monotonic()
+        for part, _, asked in list(self._parts.values()):
+            if part.other < 0 or part.other_asked or part.done or part.load.over:
+                continue
+            late_s = self._times[part.other].late(len(part.which))
+            if late_s is None or not self.stores[part.other].usable:
+                continue
+            left_s = asked + late_s - now
+            if left_s > 0:
+                soonest = left_s if soonest is None else min(soonest, left_s)
+            elif self._budget.spend():
+                part.hedged = True
+                self._counters.add("pool_loads", 1, kind="hedged")
+                self._ask_other(part)
+        return soonest
+
+    def _part_ended(self, outcome: LoadOutcome) -> None:
+        """A node has answered. Lock held."""
+        part, node, asked = self._parts.pop(outcome.request_id)
+        part.under_way -= 1
+        load = part.load
+        if outcome.complete:
+            self._times[node].record(time.monotonic() - asked, len(part.which))
+        load.outcome.bad += self._named(node, outcome.bad)
+        if part.done or load.over:
+            return
+        if outcome.complete:
+            part.done = True
+            load.left -= 1
+            self._count(part, node)
+            _merge(load, outcome)
+            if not load.left:
+                self._finish(load, complete=True)
+        elif part.other >= 0 and not part.other_asked:
+            self._counters.add("pool_loads", 1, kind="failed_over")
+            self._ask_other(part)
+        elif not part.under_way:
+            self._finish(load, complete=False)
+
+    def _count(self, part: _Part, node: int) -> None:
+        if part.hedged and node == part.other:
+            self._counters.add("pool_loads", 1, kind="overtaken")
+
+    def _finish(self, load: _Load, *, complete: bool) -> None:
+        """A load is over: nothing of it is copied any more. Lock held."""
+        if load.over:
+            return
+        load.over = True
+        with self._copying:
+            for handle in load.handles[load.handles != 0].tolist():
+                self._wanted.pop(handle, None)
+        outcome = load.outcome
+        if not complete:
+            outcome = LoadOutcome(load.job.request_id, False, load.outcome.bad)
+        outcome.ended = time.monotonic()
+        self._outcomes.put(outcome)
 
     def take_load_outcomes(self, patience_s: float = 0.0) -> list[LoadOutcome]:
         """Loads that ended since the last call; waits so long for the first one, if any is under
         way. A node that lets one stand still for the deadline counts as gone. Where nothing is
         under way, the step has nothing to do, and its core is free for so long."""
-        self.end_if_still()
-        outcomes = take_outcomes(self._outcomes, self._under_way, patience_s)
-        self._under_way -= len(outcomes)
-        return outcomes
-
-    def end_if_still(self) -> None:
-        """End a session whose node does nothing for the deadline of its drives, and a call's.
-        Loads that wait for others are asked for where these have ended."""
-        memory = self._memory
-        if memory is not None:
-            self._ask_for_loads(memory)
-        still_s = self._deadline_s + CALL_S
-        since = time.monotonic() - still_s
-        if memory is not None and memory.usable and memory.stood_still(since):
-            logger.error("ssdkv: the node %s did nothing for %g s", self.link.peer.address, still_s)
-            self._counters.add("node_call_failures", 1)
-            memory.session.end()
+        for store in self.stores:
+            store.end_if_still()
+        if patience_s > 0 and not self._under_way:
+            time.sleep(patience_s)  # who computes for requests that wait may need the core
+        found: list[LoadOutcome] = []
+        while len(found) < self._under_way:
+            try:
+                timeout = 0.0 if found else patience_s
+                found.append(self._outcomes.get(timeout > 0, timeout))
+            except queue.Empty:
+                break
+        self._under_way -= len(found)
+        return found
 
     def take_scrubbed(self) -> Pairs:
-        """None: the node drops what its scrub finds."""
+        """None: the nodes drop what their scrub finds."""
         return []
 
     def take_mended(self) -> Pairs:
@@ -604,210 +531,30 @@ class RemoteStore:
         """Nothing: see :meth:`take_scrubbed`."""
 
     def frame_gauges(self) -> dict[str, int]:
-        """None: the frames are the node's, which tells of them itself."""
+        """None: the frames are the nodes', which tell of them themselves."""
         return {}
-
-    # ---- the thread that receives ----
-
-    def _receive(self, memory: _Memory) -> None:
-        try:
-            while True:
-                self._take(memory, memory.channel.receive(None))
-        except ProtocolError as error:
-            logger.error("ssdkv: the node sent what is no message: %s", error)  # noqa: TRY400
-            memory.channel.refuse(str(error))
-        except NodeError:
-            pass  # the link says so
-        except Exception:  # whatever it is, requests must not wait for ever
-            self._counters.add("thread_errors", 1, thread="node")
-            logger.exception("ssdkv: receiving from the node failed")
-        finally:
-            self._end(memory)
-
-    def _end(self, memory: _Memory) -> None:
-        """Fail what is under way: nothing more comes."""
-        memory.session.end()
-        with memory.lock:
-            memory.over = True
-            jobs = [*(loading.job for loading in memory.loads.values()), *memory.waiting]
-            memory.loads, memory.loading = {}, 0
-            memory.waiting.clear()
-            unwritten, memory.unwritten, memory.saves = memory.unwritten, {}, {}
-        for pair in unwritten.items():
-            self._failed.put(pair)
-        for job in jobs:
-            self._ended(_failure(job))
-
-    def _take(self, memory: _Memory, frame: Frame) -> None:
-        for descriptor in frame.descriptors:
-            os.close(descriptor)
-        match frame.message:
-            case Arrived() as arrived:
-                self._arrived(memory, frame, arrived)
-            case LoadEnded() as ended:
-                self._load_ended(memory, frame, ended)
-            case Taken(lost):
-                self._taken(memory, frame.call_id, unpack(lost))
-            case Written(slots, epochs):
-                self._told(memory, unpack(slots), unpack(epochs), self._written)
-            case WriteFailed(slots, epochs):
-                self._told(memory, unpack(slots), unpack(epochs), self._failed)
-            case None:
-                raise ProtocolError("refused", f"call {frame.call_id}: {frame.error}")
-            case other:
-                raise ProtocolError("kind", f"{type(other).__name__} does not belong here")
-
-    def _taken(self, memory: _Memory, number: int, lost: I64) -> None:
-        with memory.lock:
-            saving = memory.saves.pop(number, None)
-            memory.saves_moved = time.monotonic()
-        if saving is None or (len(lost) and not 0 <= lost.min() <= lost.max() < len(saving.slots)):
-            raise ProtocolError("save", f"an answer to save {number}, which was not asked for")
-        memory.freed.put(saving.places)
-        self._told(memory, saving.slots[lost], saving.epochs[lost], self._failed)
-
-    def _told(
-        self,
-        memory: _Memory,
-        slots: I64,
-        epochs: I64,
-        where: queue.SimpleQueue[tuple[int, int]],
-    ) -> None:
-        for slot, epoch in zip(slots.tolist(), epochs.tolist(), strict=True):
-            with memory.lock:
-                known = memory.unwritten.get(slot) == epoch
-                if known:
-                    del memory.unwritten[slot]
-            if known:
-                where.put((slot, epoch))
-
-    def _loading(self, memory: _Memory, number: int) -> _Loading:
-        with memory.lock:
-            loading = memory.loads.get(number)
-        if loading is None:
-            raise ProtocolError("load", f"blocks of load {number}, which was not asked for")
-        return loading
-
-    def _arrived(self, memory: _Memory, frame: Frame, arrived: Arrived) -> None:
-        """Copy blocks into HBM: from the node's memory, or from a payload."""
-        loading = self._loading(memory, frame.call_id)
-        blocks, offsets = unpack(arrived.blocks), unpack(arrived.places)
-        if not loading.missing.issuperset(blocks.tolist()):
-            raise ProtocolError("load", "a block came that was not asked for, or came twice")
-        frame_bytes, source = memory.session.welcome.frame_bytes, memory.arena
-        if frame.payload_bytes or source is None:
-            source = self._receive_frames(memory, frame, len(blocks))
-            offsets = np.arange(len(blocks), dtype=np.int64) * frame_bytes
-        if len(offsets) != len(blocks):
-            raise ProtocolError("load", f"{len(blocks)} blocks came at {len(offsets)} places")
-        self.load_frames.show(source, offsets, frame_bytes)
-        begun = time.monotonic()
-        self._copy(loading, blocks)
-        memory.loads_moved = time.monotonic()
-        if not frame.payload_bytes and not memory.lends:
-            loading.failed = True  # the node may have filled the frames anew before the copy
-        if arrived.ended is not None:
-            self._conclude(memory, frame.call_id, arrived.ended, dram_s=memory.loads_moved - begun)
-            # Who waits for the load gets the interpreter before the node is woken: 4 % of the time
-            # of a hit of 8 MiB on two busy cores, measured.
-            time.sleep(0)
-        if not frame.payload_bytes:
-            self._send(memory, Copied(arrived.part), frame.call_id)
-
-    def _copy(self, loading: _Loading, blocks: I64) -> None:
-        if loading.failed or self._copy_in is None:
-            return
-        try:
-            self._copy_in(np.arange(len(blocks), dtype=np.int32), blocks)
-            loading.missing.difference_update(blocks.tolist())
-        except Exception:  # whatever it is, the request must not wait for ever
-            loading.failed = True
-            self._counters.add("thread_errors", 1, thread="node")
-            logger.exception("ssdkv: load of request %s failed", loading.job.request_id)
-
-    def _receive_frames(self, memory: _Memory, frame: Frame, count: int) -> NDArray[np.uint8]:
-        nbytes = frame.payload_bytes
-        if nbytes != count * memory.session.welcome.frame_bytes:
-            raise ProtocolError("load", f"{count} blocks came in a payload of {nbytes} bytes")
-        if len(memory.payload) < nbytes:
-            memory.payload = np.zeros(nbytes, dtype=np.uint8)
-        memory.channel.receive_payload([memory.payload[:nbytes].data], self._deadline_s)
-        memory.channel.grant(nbytes)
-        return memory.payload[:nbytes]
-
-    def _load_ended(self, memory: _Memory, frame: Frame, ended: LoadEnded) -> None:
-        job, last = self._loading(memory, frame.call_id).job, None
-        if frame.payload_bytes:
-            last = self._receive_frames(memory, frame, 1).copy()
-        self._conclude(memory, frame.call_id, ended, last=last if job.compared else None)
-
-    def _conclude(
-        self,
-        memory: _Memory,
-        number: int,
-        ended: LoadEnded,
-        *,
-        dram_s: float = 0.0,
-        last: NDArray[np.uint8] | None = None,
-    ) -> None:
-        """Pass the end of a load on. ``dram_s``: seconds of a copy that the node did not wait for.
-        ``last``: frame of the last slot."""
-        job = self._loading(memory, number).job
-        told = zip(unpack(ended.slots).tolist(), unpack(ended.epochs).tolist(), strict=True)
-        bad = list(told)
-        if not set(zip(job.slots.tolist(), job.epochs.tolist(), strict=True)).issuperset(bad):
-            raise ProtocolError("load", "blocks are called wrong that were not asked for")
-        with memory.lock:
-            loading = memory.loads.pop(number)
-            memory.loading -= len(job.slots)
-            memory.loads_moved = time.monotonic()
-        if not ended.complete or loading.failed or loading.missing:
-            outcome = _failure(job)
-            outcome.bad.extend(bad)
-            self._ended(outcome)
-            return
-        copy = None if last is None else (int(job.slots[-1]), int(job.epochs[-1]), last)
-        self._ended(
-            LoadOutcome(
-                job.request_id,
-                True,
-                bad,
-                ended.tokens_from_dram,
-                ended.tokens_from_ssd,
-                ended.hit_tokens_from_dram,
-                ended.hit_tokens_from_ssd,
-                ended.queued_s,
-                ended.dram_s + dram_s,
-                ended.ssd_s,
-                time.monotonic(),
-                copy,
-            )
-        )
 
     # ---- end ----
 
-    def leave(self) -> None:
-        """End the session, should nobody have begun to use it."""
-        self.link.close()
-
     def close(self, *, read_elsewhere: bool = False) -> None:
-        """Wait until the node has what was flushed, and end the session."""
-        memory, until = self._memory, time.monotonic() + self._deadline_s
-        while memory is not None and memory.usable and memory.saves and time.monotonic() < until:
-            time.sleep(0.005)
-        self.link.close()
-        if memory is not None:
-            self._release(memory)
-        if self._next is not None and self._next is not memory:
-            self._release(self._next)  # it began meanwhile, and nobody has used it
+        """Wait until the nodes have what was flushed, and end the sessions."""
+        for store in self.stores:
+            store.close()
+        self._stopping.set()
+        self._ended.put(None)
+        if self._thread.is_alive():
+            self._thread.join(STOP_S)
 
 
-def _failure(job: LoadJob) -> LoadOutcome:
-    return LoadOutcome(job.request_id, False, ended=time.monotonic())
-
-
-def _drain(pairs: queue.SimpleQueue[tuple[int, int]]) -> Pairs:
-    found = []
-    while not pairs.empty():
-        found.append(pairs.get())
-    return found
+def _merge(load: _Load, outcome: LoadOutcome) -> None:
+    """Add the outcome of a part; its time goes by beside that of the others."""
+    total = load.outcome
+    for name in ("queued_s", "dram_s", "ssd_s"):
+        setattr(total, name, max(getattr(total, name), getattr(outcome, name)))
+    total.tokens_from_dram += outcome.tokens_from_dram
+    total.tokens_from_ssd += outcome.tokens_from_ssd
+    total.hit_tokens_from_dram += outcome.hit_tokens_from_dram
+    total.hit_tokens_from_ssd += outcome.hit_tokens_from_ssd
+    if outcome.copy is not None:
+        job = load.job
+        total.copy = int(job.slots[-1]), int(job.epochs[-1]), outcome.copy[2]
