@@ -8,12 +8,11 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import get_args
 
 import numpy as np
 
 from vllm_ssdkv.base.errors import BenchError, EngineUnavailableError
-from vllm_ssdkv.config.io_engine import EngineKind, EngineOptions, ThrottleRule
+from vllm_ssdkv.config.io_engine import AUTO, ENGINES, EngineKind, EngineOptions, ThrottleRule
 from vllm_ssdkv.profiling.bench_io.case import Case, Sample
 from vllm_ssdkv.profiling.bench_io.clock import Clock
 from vllm_ssdkv.profiling.bench_io.files import BenchFile, require_stamps, write_stamps
@@ -31,7 +30,7 @@ _NOT_COMPARABLE = {"auto", "noop"}
 
 def engine_kinds() -> list[EngineKind]:
     """Every engine that options can name and that moves bytes."""
-    kinds: tuple[EngineKind, ...] = get_args(EngineKind)
+    kinds = (AUTO, *ENGINES.names())
     return [kind for kind in kinds if kind not in _NOT_COMPARABLE]
 
 

@@ -9,8 +9,9 @@ import torch
 from transformers import PretrainedConfig
 
 from vllm_ssdkv.base.sizes import MIB, format_size
-from vllm_ssdkv.config.engine import SelectorName, SSDKVConfig
+from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.request import RequestOptions
+from vllm_ssdkv.config.selectors import SelectorName
 from vllm_ssdkv.connector.kv_layout import paged_geometry
 from vllm_ssdkv.profiling.decode_harness.decoder import Room
 from vllm_ssdkv.profiling.decode_harness.models import (

@@ -9,7 +9,8 @@ from typing import Any, Final
 import torch
 from transformers import DynamicCache
 
-from vllm_ssdkv.config.engine import SelectorName, SSDKVConfig
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.config.selectors import SelectorName
 from vllm_ssdkv.profiling.decode_harness.decoder import PagedDecoder, Room
 from vllm_ssdkv.profiling.decode_harness.models import make_model, small_config
 

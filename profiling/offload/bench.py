@@ -11,8 +11,8 @@ from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
-from vllm_ssdkv.config.engine import SelectorName
 from vllm_ssdkv.config.offload import DriveProfile
+from vllm_ssdkv.config.selectors import SelectorName
 from vllm_ssdkv.offload.host import HostDevice
 from vllm_ssdkv.offload.protocol import ContextDevice
 from vllm_ssdkv.offload.testing.drive_timing import DRIVES

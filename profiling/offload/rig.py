@@ -21,8 +21,9 @@ from transformers import LlamaConfig
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.metrics import Counters, counter_key
 from vllm_ssdkv.base.sizes import MIB, format_size
-from vllm_ssdkv.config.engine import SelectorName, SSDKVConfig
+from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.io_engine import ThrottleRule
+from vllm_ssdkv.config.selectors import SelectorName
 from vllm_ssdkv.connector.kv_layout import paged_geometry
 from vllm_ssdkv.kernels.operands.block_layout import PartialState
 from vllm_ssdkv.offload.offloader import Offloader, Outcome

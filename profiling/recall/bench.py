@@ -12,22 +12,21 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 from rich.console import Console
 
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.config.selectors import SELECTORS
 from vllm_ssdkv.profiling.console import progress
 from vllm_ssdkv.profiling.page_engine import STAGING
 from vllm_ssdkv.profiling.recall.child_process import PhaseError, environment, run_process, tail
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
 from vllm_ssdkv.profiling.recall.run import BLOCK_TOKENS, Batch, RecallRun
 
-SPARSE: Final = tuple(
-    name for name in get_args(SSDKVConfig.model_fields["selector"].annotation) if name != "exact"
-)
+SPARSE: Final = SELECTORS.names()
 """The selectors there are, but ``exact``."""
 WINDOW: Final = 64
 """Tokens: so short that short contexts choose, too."""

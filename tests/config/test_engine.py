@@ -19,9 +19,8 @@ from vllm_ssdkv.base.host import default_capacity
 from vllm_ssdkv.base.sizes import GIB, MIB
 from vllm_ssdkv.config import engine
 from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.config.io import FaultConfig, IoConfig, ThrottleConfig
+from vllm_ssdkv.config.io import FaultConfig, ThrottleConfig
 from vllm_ssdkv.config.io_engine import (
-    EngineKind,
     EngineOptions,
     FaultKind,
     FaultRule,
@@ -229,7 +228,6 @@ def test_options_and_engine_know_the_same_names() -> None:
     assert set(FaultConfig.model_fields) == {field.name for field in fields(FaultRule)}
     assert len(ThrottleConfig.model_fields) == len(fields(ThrottleRule))
     assert get_args(FaultConfig.model_fields["kind"].annotation) == get_args(FaultKind)
-    assert get_args(IoConfig.model_fields["engine"].annotation) == get_args(EngineKind)
 
 
 # --- what is refused

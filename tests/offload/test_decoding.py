@@ -13,8 +13,8 @@ import torch
 
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.config.engine import SelectorName
 from vllm_ssdkv.config.offload import OffloadConfig, OffloadFault, OffloadThrottle
+from vllm_ssdkv.config.selectors import SelectorName
 from vllm_ssdkv.offload.host import HostDevice
 from vllm_ssdkv.offload.offloader import Offloader
 from vllm_ssdkv.offload.protocol import ContextPages, ContextWork

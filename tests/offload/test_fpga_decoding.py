@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.config.engine import SelectorName, SSDKVConfig
+from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.io import FaultConfig
 from vllm_ssdkv.config.io_engine import FaultRule
 from vllm_ssdkv.config.offload import OffloadConfig, OffloadFault, OffloadThrottle
+from vllm_ssdkv.config.selectors import SelectorName
 from vllm_ssdkv.offload.offloader import Offloader
 from vllm_ssdkv.profiling.decode_harness.decoder import PagedDecoder
 from vllm_ssdkv.profiling.decode_harness.models import make_model, small_config

@@ -20,8 +20,8 @@ from tests.kit.node import NodeProcess
 from tests.kit.waiting import until
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.config.engine import SelectorName
 from vllm_ssdkv.config.offload import OffloadConfig
+from vllm_ssdkv.config.selectors import SelectorName
 from vllm_ssdkv.node.client.attention import AttentionWire
 from vllm_ssdkv.node.client.session import Session
 from vllm_ssdkv.node.protocol.credentials import make_keys

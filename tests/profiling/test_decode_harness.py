@@ -27,7 +27,8 @@ from tests.oracles.sparse_attention import (
     sparq_attention,
 )
 from vllm_ssdkv.base.metrics import counter_key
-from vllm_ssdkv.config.engine import SelectorName, SSDKVConfig
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.config.selectors import SelectorName
 from vllm_ssdkv.connector.kv_layout import paged_geometry
 from vllm_ssdkv.connector.worker import device_memory, worker
 from vllm_ssdkv.profiling.decode_harness import stage

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from vllm_ssdkv.base.host import is_block_device
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.problems import path_text
+from vllm_ssdkv.config.selectors import takes_scorer
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ _SCORES_MASS: Final = Condition(
     "sparse.scorer",
 )
 _TAKES_A_SCORER: Final = Condition(
-    lambda config, _: config.selector in {"adaptive", "swarm"},
+    lambda config, _: takes_scorer(config.selector),
     'mode is "page" and selector "adaptive" or "swarm"',
 )
 _SHARE_COUNTS: Final = Condition(

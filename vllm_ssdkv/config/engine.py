@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Final, Literal
@@ -49,10 +50,19 @@ from vllm_ssdkv.config.encryption import EncryptionConfig
 from vllm_ssdkv.config.io import IoConfig
 from vllm_ssdkv.config.offload import OffloadConfig
 from vllm_ssdkv.config.problems import checked_options
-from vllm_ssdkv.config.schema import PATH_TEXT, Allowed, OptionModel, PathText, Reason, or_text
+from vllm_ssdkv.config.schema import (
+    PATH_TEXT,
+    Allowed,
+    OptionModel,
+    PathText,
+    Reason,
+    checked_name,
+    names_text,
+    or_text,
+)
+from vllm_ssdkv.config.selectors import EXACT, SELECTORS, SelectorName, takes_scorer
 from vllm_ssdkv.config.sparse import LEAST_CHOOSING, ScorerName, SparseConfig
 
-SelectorName = Literal["exact", "bounds", "spread", "sparf", "adaptive", "swarm", "window"]
 MIN_CAPACITY: Final = 16 * MIB
 MAX_DEVICES: Final = 64
 MAX_NODES: Final = 64
@@ -283,6 +293,8 @@ class SSDKVConfig(OptionModel):
     ] = 16
     selector: Annotated[
         SelectorName,
+        Allowed(names_text(SELECTORS, EXACT)),
+        AfterValidator(partial(checked_name, SELECTORS, EXACT)),
         Field(
             description="Which part of the context a token that is decoded attends to (page mode). "
             "`exact` is all of it. `bounds` chooses pages by bounds of their logits, `spread` by "
@@ -290,7 +302,8 @@ class SSDKVConfig(OptionModel):
             "channels of K, of which the store then holds a second copy. `adaptive` takes pages "
             "of one of them until they cover enough of the attention. `swarm` takes clusters of "
             "pages that the request's queries chose together, by scores of one of them. `window` "
-            "is the first tokens and the newest ones only, to compare with. Prompts are always "
+            "is the first tokens and the newest ones only, to compare with. A class of your own is "
+            "given as `module:Class` (docs/guests.md). Prompts are always "
             "exact. A store made for `exact`, for channels, for `spread` or for the others "
             "cannot be used in place of another."
         ),
@@ -599,11 +612,10 @@ class SSDKVConfig(OptionModel):
     @property
     def scorer(self) -> ScorerName:
         """Name of the selector that pages are scored by, and slots hold summaries for."""
-        if self.selector in {"adaptive", "swarm"}:
+        if takes_scorer(self.selector):
             return self.sparse.scorer
-        if self.selector in ("spread", "sparf"):
-            return self.selector
-        return "bounds"
+        own: dict[str, ScorerName] = {"spread": "spread", "sparf": "sparf"}
+        return own.get(self.selector, "bounds")
 
     @property
     def scales_channels(self) -> bool:
@@ -643,6 +655,9 @@ class SSDKVConfig(OptionModel):
             del sparse["budget"]  # it is not used
         fpga = self.offload is not None and self.offload.kind == "fpga"
         named = [self.selector, self.scorer, self.window_tokens, self.page_tokens, fpga, sparse]
+        version = SELECTORS.version(self.selector)
+        if version is not None:
+            named.append(version)
         text = json.dumps(named, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 

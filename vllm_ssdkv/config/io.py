@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from functools import partial
+from typing import Annotated, Final, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.base.sizes import MIB, SIZE_TEXT, size_or_none
-from vllm_ssdkv.config.io_engine import FaultRule, ThrottleRule
-from vllm_ssdkv.config.schema import PATH_TEXT, Allowed, OptionModel, PathText, Reason
-
-if TYPE_CHECKING:
-    from vllm_ssdkv.config.io_engine import EngineOptions
+from vllm_ssdkv.config.io_engine import (
+    AUTO,
+    ENGINES,
+    EngineKind,
+    EngineOptions,
+    FaultRule,
+    ThrottleRule,
+)
+from vllm_ssdkv.config.schema import (
+    PATH_TEXT,
+    Allowed,
+    OptionModel,
+    PathText,
+    Reason,
+    checked_name,
+    names_text,
+)
 
 MIN_STAGING: Final = 4 * MIB
 MIN_SCRUB_RATE: Final = 1 * MIB
@@ -133,12 +146,15 @@ class IoConfig(OptionModel):
     """Transfer of bytes between the devices and memory."""
 
     engine: Annotated[
-        Literal["auto", "uring", "threads", "kvikio", "aiofiles", "noop"],
+        EngineKind,
+        Allowed(names_text(ENGINES, AUTO)),
+        AfterValidator(partial(checked_name, ENGINES, AUTO)),
         Field(
             description="I/O engine. `auto` is `uring` (io_uring) where the kernel has it, else "
             "`threads` (the native thread pool). `kvikio` and `aiofiles` go through those "
             "packages, to compare with; `noop` completes every request without touching a device "
-            "(for benchmarks of everything else)."
+            "(for benchmarks of everything else). A class of your own is given as `module:Class` "
+            "(docs/guests.md)."
         ),
         Reason(
             "auto takes the fastest engine that runs here; the choice, and why, is logged, and "
@@ -234,13 +250,7 @@ class IoConfig(OptionModel):
     ] = ()
 
     def engine_options(self) -> EngineOptions:
-        """The same settings as the engine's own dataclass.
-
-        Raises:
-            ImportError: the native I/O module is missing; options can be checked without it.
-        """
-        from vllm_ssdkv.config.io_engine import EngineOptions
-
+        """The same settings as the engine's own dataclass."""
         return EngineOptions(
             engine=self.engine,
             queue_depth=self.queue_depth,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.base.registry import Registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,14 +111,25 @@ class FaultRule:
             raise ConfigError("fault rule: dead takes no op, count or probability: all fails")
 
 
-EngineKind: TypeAlias = Literal["auto", "uring", "threads", "kvikio", "aiofiles", "noop"]
+EngineKind: TypeAlias = str
+"""``auto``, a name of :data:`ENGINES`, or ``module:Class``."""
+
+AUTO: Final = "auto"
+"""The fastest one that runs here."""
+
+ENGINES: Final[Registry[Any]] = Registry(
+    "io.engine", "vllm_ssdkv.store.io.engines.protocol:EngineClass"
+)
+for _name in ("uring", "threads", "kvikio", "aiofiles"):
+    ENGINES.register(_name, f"vllm_ssdkv.store.io.engines.{_name}:{_name.capitalize()}Engine")
+ENGINES.register("noop", "vllm_ssdkv.store.io.testing.noop:NoopEngine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """Everything an engine can be told."""
 
-    engine: EngineKind = "auto"
+    engine: EngineKind = AUTO
     queue_depth: int = 16
     """Requests in flight per device."""
     faults: tuple[FaultRule, ...] = ()

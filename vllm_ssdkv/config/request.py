@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from typing import Annotated, Final
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from vllm_ssdkv.base.errors import ConfigError
-from vllm_ssdkv.config.engine import SelectorName, SSDKVConfig
+from vllm_ssdkv.base.registry import is_place
+from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.problems import problems
-from vllm_ssdkv.config.schema import OptionModel
+from vllm_ssdkv.config.schema import Allowed, OptionModel, names_text
+from vllm_ssdkv.config.selectors import EXACT, SELECTORS, SelectorName
 
 NAME: Final = "ssdkv"
 """Name of the object in ``kv_transfer_params``."""
@@ -23,11 +25,22 @@ _MAX_VALUES: Final = 64
 """Bounds of the depth and the size of a client's object. More of it is never looked at."""
 
 
+def _registered(value: str | None) -> str | None:
+    """A name that is registered: a client brings no code."""
+    if value is not None and is_place(value):
+        raise ValueError("a class of your own is named in the engine's configuration only")
+    if value not in {None, EXACT, *SELECTORS.names()}:
+        raise ValueError("")
+    return value
+
+
 class RequestOptions(OptionModel):
     """A request's own selector and budget; what is None is as the engine has it."""
 
     selector: Annotated[
         SelectorName | None,
+        Allowed(names_text(SELECTORS, EXACT, guests=False)),
+        AfterValidator(_registered),
         Field(description="As the option `selector`."),
     ] = None
     budget: Annotated[
@@ -116,4 +129,5 @@ def servable(config: SSDKVConfig) -> tuple[SelectorName, ...]:
     """Selectors that a request may ask for: those that need no more than what slots hold."""
     if config.selector == "exact":
         return ("exact",)
-    return ("exact", config.scorer, "adaptive", "swarm", "window")
+    guests = [name for name in SELECTORS.names() if SELECTORS.is_guest(name)]
+    return ("exact", config.scorer, "adaptive", "swarm", "window", *guests)

@@ -12,7 +12,7 @@ import os
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import AfterValidator, BaseModel, ConfigDict, GetJsonSchemaHandler
@@ -20,6 +20,8 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.base.registry import Registry, is_place
 from vllm_ssdkv.base.sizes import format_size
 
 _TYPE_TEXT: Final[dict[type, str]] = {
@@ -79,6 +81,31 @@ def _absolute_path(value: str) -> str:
 PATH_TEXT: Final = "a path (~ is the home directory; relative to where vLLM is started)"
 PathText = Annotated[str, AfterValidator(_absolute_path)]
 """A path: absolute, normalised, ``~`` expanded. Need not exist. Declare ``Allowed(PATH_TEXT)``."""
+
+
+def names_text(registry: Registry[Any], *others: str, guests: bool = True) -> str:
+    """Text of the names that an option accepts: ``others`` and those of our own classes."""
+    own = [name for name in registry.names() if not registry.is_guest(name)]
+    text = " or ".join(json.dumps(name) for name in (*others, *own))
+    return f"{text} or module:Class of your own" if guests else text
+
+
+def checked_name(registry: Registry[Any], other: str, value: str) -> str:
+    """A name that an option accepts. A guest is imported and checked.
+
+    Raises:
+        ValueError: there is no such name, or the guest does not fit.
+    """
+    if value == other:
+        return value
+    if not is_place(value) and value not in registry.names():
+        raise ValueError("")
+    if registry.is_guest(value):
+        try:
+            registry.resolve(value)
+        except ConfigError as error:
+            raise ValueError(str(error).partition(": ")[2]) from error
+    return value
 
 
 class OptionModel(BaseModel):

@@ -15,7 +15,7 @@ from vllm_ssdkv.store.memory.arena import Arena
 
 def test_layers_whose_busiest_devices_differ_add_up() -> None:
     rule = ThrottleRule(iops=10, latency_s=3.0)
-    twin = ThrottledEngine(NoopEngine(2, Arena(1 << 20)), 2, [rule])
+    twin = ThrottledEngine(NoopEngine([0, 1], Arena(1 << 20), 16), 2, [rule])
 
     def read(*device: int) -> None:
         count = len(device)

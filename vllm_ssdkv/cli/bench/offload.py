@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Annotated, Final, get_args
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
@@ -16,8 +16,8 @@ from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.bench.bench import PlotOption
 from vllm_ssdkv.cli.bench.recall_options import DirectoryOption
 from vllm_ssdkv.cli.bench.tables_output import print_tables
-from vllm_ssdkv.config.engine import SelectorName
 from vllm_ssdkv.config.offload import MAX_DRIVES, OffloadConfig
+from vllm_ssdkv.config.selectors import EXACT, SELECTORS
 from vllm_ssdkv.profiling.console import progress
 
 _LEAST_CONTEXT: Final = 256
@@ -121,7 +121,7 @@ def offload(
             "--contexts", cases["contexts"], _LEAST_CONTEXT, _MOST_CONTEXT
         ),
         batches=arguments.whole_numbers("--batch", cases["batch"], 1, 64),
-        selectors=arguments.names("--selectors", cases["selectors"], get_args(SelectorName)),
+        selectors=arguments.names("--selectors", cases["selectors"], (EXACT, *SELECTORS.names())),
         ways=arguments.names("--ways", ways, WAYS),
         drives=arguments.whole_numbers("--drives", cases["drives"], 1, MAX_DRIVES),
         intervals=_intervals(cases["intervals"]),

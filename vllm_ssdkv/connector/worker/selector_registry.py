@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from vllm_ssdkv.attention.mean_value import RunningMeanV
+from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.config.request import RequestOptions
+from vllm_ssdkv.config.request import RequestOptions, servable
+from vllm_ssdkv.config.selectors import EXACT, SELECTORS
 from vllm_ssdkv.connector.kv_layout import KVLayout, block_layout
 from vllm_ssdkv.connector.messages import Row
 from vllm_ssdkv.kernels.scoring import select_scoring_kernels
 from vllm_ssdkv.sparse.context_clusters import ClusterOptions, ContextClusters
 from vllm_ssdkv.sparse.protocol import Budget, Selector
 from vllm_ssdkv.sparse.selection_reuse import SelectionReuse
-from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
-from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
-from vllm_ssdkv.sparse.selectors.fpga_sparf import FpgaChoice, FpgaSparfSelector
-from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
-from vllm_ssdkv.sparse.selectors.spread import SpreadSelector
-from vllm_ssdkv.sparse.selectors.swarm import SwarmSelector
-from vllm_ssdkv.sparse.selectors.window import WindowSelector
+from vllm_ssdkv.sparse.selector_parts import SelectorParts
+
+if TYPE_CHECKING:
+    from vllm_ssdkv.sparse.selectors.fpga_sparf import FpgaChoice
 
 MAX_KNOWN: Final = 256
 """Different choices of requests that are kept ready. Clients may ask for any number."""
@@ -55,6 +55,7 @@ class SelectorGroup:
         ``fpga`` chooses where the selector is `sparf`.
 
         Raises:
+            ConfigError: a guest needs summaries that the store does not have.
             UnsupportedError: the device's kernels do not load.
         """
         if config.selector == "exact":
@@ -63,39 +64,40 @@ class SelectorGroup:
         budget = Budget(share=sparse.budget)
         if sparse.budget_tokens is not None:
             budget = Budget(tokens=sparse.budget_tokens)
-        sinks = sparse.sink_tokens
-        selector: Selector
-        if config.selector == "window":
-            selector = WindowSelector(budget, sinks)
-        else:
-            kernels = select_scoring_kernels(device)
-            scorer: BoundsSelector | SpreadSelector | SparfSelector
-            if config.scorer == "bounds":
-                scorer = BoundsSelector(budget, sinks, kernels)
-            elif config.scorer == "spread":
-                scorer = SpreadSelector(budget, sinks, kernels, estimate_rest=sparse.estimate_rest)
-            else:
-                channels = sparse.channels or max(1, layout.head_size // 8)
-                scorer = SparfSelector(
-                    budget,
-                    channels,
-                    sparse.granularity,
-                    sinks,
-                    kernels,
-                    sparse.channel_group,
-                    estimate_rest=sparse.estimate_rest,
-                )
-            selector = scorer
-            if fpga is not None and config.selector == "sparf":
-                if not isinstance(scorer, SparfSelector):
-                    raise TypeError(f"sparf scores by channels, not by {scorer.name}")
-                selector = FpgaSparfSelector(scorer, fpga)
-            if config.selector == "swarm":
-                selector = SwarmSelector(scorer, budget, sinks, kernels, sparse.cluster_score)
-            if config.selector == "adaptive":
-                floor = Budget(share=sparse.floor)
-                selector = AdaptiveSelector(scorer, sparse.mass, floor, budget, sinks, kernels)
+        parts = SelectorParts(
+            sparse,
+            budget,
+            layout.head_size,
+            config.scorer,
+            partial(select_scoring_kernels, device),
+        )
+        selector: Selector = SELECTORS.resolve(config.selector).of(parts)
+        if fpga is not None and config.selector == "sparf":
+            from vllm_ssdkv.sparse.selectors.fpga_sparf import FpgaSparfSelector
+            from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
+
+            selector = FpgaSparfSelector(SparfSelector.of(parts), fpga)
+        if SELECTORS.is_guest(config.selector):
+            _check_needs(selector, parts)
         return cls(selector, config.exact_below)
+
+
+def _check_needs(guest: Selector, parts: SelectorParts) -> None:
+    """Check that slots hold the summaries that a guest reads.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    needs, held = guest.needs, parts.scorer().needs
+    bounds = needs.bounds and not held.bounds
+    spread = needs.spread and not held.spread
+    if bounds or spread or needs.channels > held.channels:
+        name = f"{type(guest).__module__}:{type(guest).__qualname__}"
+        raise ConfigError(
+            f'sparse.scorer: {name} needs {needs}, and slots hold what "{parts.scorer_name}" '
+            f'needs, {held}; set sparse.scorer to "spread" for spread, "bounds" for bounds, else '
+            'to "sparf"'
+        )
 
 
 class SelectorRegistry:
@@ -144,6 +146,9 @@ class SelectorRegistry:
         )
         self._own = SelectorGroup.of(config, layout, device, fpga)
         self._asked: OrderedDict[RequestOptions, SelectorGroup | None] = OrderedDict()
+        for name in servable(config):
+            if name != EXACT and SELECTORS.is_guest(name):
+                self._of(RequestOptions(selector=name))  # one that does not fit ends the start
 
     @classmethod
     def of(

@@ -11,6 +11,7 @@ import torch
 
 from vllm_ssdkv.sparse.protocol import Budget, ContextSummaries, Selection, page_budget
 from vllm_ssdkv.sparse.scores import Scorer, ScoringKernels
+from vllm_ssdkv.sparse.selector_parts import SelectorParts
 
 
 class AdaptiveSelector:
@@ -49,6 +50,19 @@ class AdaptiveSelector:
         self.budget = cap
         self.sink_tokens = sink_tokens
         self.kernels = kernels
+
+    @classmethod
+    def of(cls, parts: SelectorParts) -> AdaptiveSelector:
+        """As the options say."""
+        options = parts.options
+        return cls(
+            parts.scorer(),
+            options.mass,
+            Budget(share=options.floor),
+            parts.budget,
+            options.sink_tokens,
+            parts.kernels(),
+        )
 
     def select(
         self,

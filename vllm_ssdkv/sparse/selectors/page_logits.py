@@ -12,11 +12,13 @@ their scores in ``kernels/scoring.py``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Self
 
 import torch
 
 from vllm_ssdkv.sparse.protocol import Budget, ContextSummaries, Needs, Selection, page_budget
 from vllm_ssdkv.sparse.scores import Scores, ScoringKernels, Table
+from vllm_ssdkv.sparse.selector_parts import SelectorParts
 from vllm_ssdkv.sparse.sizes import Offsets
 
 
@@ -31,6 +33,11 @@ class PageLogitsSelector(ABC):
         self.budget = budget
         self.sink_tokens = sink_tokens
         self.kernels = kernels
+
+    @classmethod
+    def of(cls, parts: SelectorParts) -> Self:
+        """As the options say."""
+        return cls(parts.budget, parts.options.sink_tokens, parts.kernels())
 
     @abstractmethod
     def logits(

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.sparse.protocol import Budget, ContextSummaries, Needs, Selection, page_budget
 from vllm_ssdkv.sparse.scores import Scores, ScoringKernels
+from vllm_ssdkv.sparse.selector_parts import SelectorParts
 
 
 class SparfSelector:
@@ -77,6 +78,20 @@ class SparfSelector:
         self.granularity = granularity
         self.sink_tokens = sink_tokens
         self.kernels = kernels
+
+    @classmethod
+    def of(cls, parts: SelectorParts) -> SparfSelector:
+        """As the options say."""
+        options = parts.options
+        return cls(
+            parts.budget,
+            options.channels or max(1, parts.head_size // 8),
+            options.granularity,
+            options.sink_tokens,
+            parts.kernels(),
+            options.channel_group,
+            estimate_rest=options.estimate_rest,
+        )
 
     def score(
         self,

@@ -10,11 +10,13 @@ tokens differ. Summaries are as large as bounds; pages of alike tokens make both
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Self
 
 import torch
 
 from vllm_ssdkv.sparse.protocol import Budget, ContextSummaries, Needs, Selection
 from vllm_ssdkv.sparse.scores import Scores, ScoringKernels, Table
+from vllm_ssdkv.sparse.selector_parts import SelectorParts
 from vllm_ssdkv.sparse.selectors.page_logits import PageLogitsSelector
 from vllm_ssdkv.sparse.sizes import Offsets
 
@@ -37,6 +39,13 @@ class SpreadSelector(PageLogitsSelector):
         super().__init__(budget, sink_tokens, kernels)
         self.estimate_rest = estimate_rest
         self.needs = Needs(spread=True)
+
+    @classmethod
+    def of(cls, parts: SelectorParts) -> Self:
+        """As the options say."""
+        options = parts.options
+        rest = options.estimate_rest
+        return cls(parts.budget, options.sink_tokens, parts.kernels(), estimate_rest=rest)
 
     def complete(
         self, selection: Selection, scores: Scores, context: ContextSummaries

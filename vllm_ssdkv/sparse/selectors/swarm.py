@@ -21,6 +21,7 @@ from vllm_ssdkv.clustering.clusters import Clusters
 from vllm_ssdkv.clustering.routing import medoid_scores, member_scores, retrieve
 from vllm_ssdkv.sparse.protocol import Budget, ContextSummaries, Selection, page_budget
 from vllm_ssdkv.sparse.scores import Scorer, Scores, ScoringKernels
+from vllm_ssdkv.sparse.selector_parts import SelectorParts
 
 Route = Literal["members", "medoid"]
 
@@ -49,6 +50,18 @@ class SwarmSelector:
         self.sink_tokens = sink_tokens
         self.kernels = kernels
         self.route = route
+
+    @classmethod
+    def of(cls, parts: SelectorParts) -> SwarmSelector:
+        """As the options say."""
+        options = parts.options
+        return cls(
+            parts.scorer(),
+            parts.budget,
+            options.sink_tokens,
+            parts.kernels(),
+            options.cluster_score,
+        )
 
     def select(
         self,

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from vllm_ssdkv.sparse.protocol import Budget, ContextSummaries, Needs, Selection, page_budget
+from vllm_ssdkv.sparse.selector_parts import SelectorParts
 
 
 class WindowSelector:
@@ -23,6 +24,11 @@ class WindowSelector:
         """``sink_tokens``: first tokens of the context to keep, rounded up to pages."""
         self.budget = budget
         self.sink_tokens = sink_tokens
+
+    @classmethod
+    def of(cls, parts: SelectorParts) -> WindowSelector:
+        """As the options say."""
+        return cls(parts.budget, parts.options.sink_tokens)
 
     def select(
         self,

@@ -99,8 +99,8 @@ def test_a_fault_file_alone_makes_it_faulty(devices: Rig) -> None:
 
 
 def test_an_unknown_engine_names_the_choices(devices: Rig) -> None:
-    with pytest.raises(EngineUnavailableError, match=r"'warp'.*auto, uring, threads"):
-        devices.open(EngineOptions(engine="warp"))  # type: ignore[arg-type]  # that is the point
+    with pytest.raises(ConfigError, match=r"^io\.engine: 'warp'.*uring, threads"):
+        devices.open(EngineOptions(engine="warp"))
 
 
 def test_a_closed_descriptor_is_refused(devices: Rig) -> None:

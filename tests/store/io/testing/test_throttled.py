@@ -28,7 +28,7 @@ BANDWIDTH = float(SECOND)
 
 def engine(*rules: ThrottleRule, devices: int = 2) -> tuple[ThrottledEngine, Clock]:
     clock = Clock()
-    inner = NoopEngine(devices, Arena(16 * PAGE + 4 * SECOND))
+    inner = NoopEngine(range(devices), Arena(16 * PAGE + 4 * SECOND), 16)
     return ThrottledEngine(inner, devices, rules, clock), clock
 
 
@@ -141,7 +141,7 @@ def test_batching_does_not_change_the_model(lengths: list[int], split: int) -> N
 
 def test_a_wait_lasts_as_long_as_the_model(submit: Submit) -> None:
     arena = Arena(16 * PAGE)
-    slow = ThrottledEngine(NoopEngine(1, arena), 1, [ThrottleRule(latency_s=0.1)])
+    slow = ThrottledEngine(NoopEngine([0], arena, 16), 1, [ThrottleRule(latency_s=0.1)])
     begin = time.monotonic()
     batch = submit(slow, Op.READ, (0, 0, PAGE, 0))
     assert batch.wait(20.0)

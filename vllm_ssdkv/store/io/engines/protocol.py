@@ -7,7 +7,7 @@ length, buffer offset) and get a handle. Nothing in it knows about slots, pages 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Final, Protocol, TypeAlias, runtime_checkable
 
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.base.metric import DEPTH_BUCKETS, LATENCY_BUCKETS
+from vllm_ssdkv.store.memory.arena import Arena
 
 U16: TypeAlias = NDArray[np.uint16]
 U32: TypeAlias = NDArray[np.uint32]
@@ -90,6 +91,22 @@ class IoEngine(Protocol):
         """Wait for requests in flight, then release threads. False when some never ended.
 
         The engine never closes the device descriptors: they belong to the caller.
+        """
+
+
+class EngineClass(IoEngine, Protocol):
+    """Class of an engine as the option ``io.engine`` names it."""
+
+    def __init__(self, fds: Sequence[int], arena: Arena, queue_depth: int) -> None:
+        """Open one for the devices with these descriptors, which stay the caller's.
+
+        Args:
+            fds: Open descriptors, one per device.
+            arena: Memory of all requests.
+            queue_depth: Requests in flight per device.
+
+        Raises:
+            EngineUnavailableError: the engine cannot run here.
         """
 
 

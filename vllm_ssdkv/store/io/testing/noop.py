@@ -7,7 +7,7 @@ Buffers keep what they held, so data read back is whatever lay there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -38,8 +38,9 @@ class NoopEngine:
 
     name = "noop"
 
-    def __init__(self, devices: int, arena: Arena) -> None:
-        self._devices = devices
+    def __init__(self, fds: Sequence[int], arena: Arena, queue_depth: int) -> None:
+        del queue_depth
+        self._devices = devices = len(fds)
         self._arena_bytes = arena.nbytes
         self._lock = threading.Lock()
         self._closed = False

@@ -1,0 +1,24 @@
+"""Names that the option ``selector`` may have, and the classes behind them."""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeAlias
+
+from vllm_ssdkv.base.registry import Registry
+
+SelectorName: TypeAlias = str
+"""``exact``, a name of :data:`SELECTORS`, or ``module:Class``."""
+
+EXACT: Final = "exact"
+"""The one without a class: nothing is selected."""
+
+SELECTORS: Final[Registry[Any]] = Registry(
+    "selector", "vllm_ssdkv.sparse.selector_parts:SelectorClass", versioned=True
+)
+for _name in ("bounds", "spread", "sparf", "adaptive", "swarm", "window"):
+    SELECTORS.register(_name, f"vllm_ssdkv.sparse.selectors.{_name}:{_name.capitalize()}Selector")
+
+
+def takes_scorer(name: SelectorName) -> bool:
+    """Check whether a selector chooses by the scores of another one, ``sparse.scorer``."""
+    return name in {"adaptive", "swarm"} or (name != EXACT and SELECTORS.is_guest(name))
