@@ -183,7 +183,7 @@ def test_a_store_with_a_heads_layers_is_not_taken_for_one_without(
 def test_ngrams_share_the_store_of_an_engine_without(
     engine: Engine, models: dict[str, Path], devices: Devices, stock: Stock
 ) -> None:
-    """In processes of their own, as a user starts them."""
+    """In a process of its own."""
     engine.close()
     batch = [prompt[:60] * 4 for prompt in PROMPTS]
     wanted, place = stock.answers("llama", batch), devices(2)
@@ -195,6 +195,7 @@ def test_ngrams_share_the_store_of_an_engine_without(
         ssdkv=reuse_mode(place),
         kv_tokens=KV_TOKENS,
         in_process=False,
+        distributed_executor_backend="uni",
         speculative_config=ngram(),
     ) as drafting:
         check(drafting.answers(batch), wanted, hits(batch))
@@ -219,7 +220,8 @@ def test_ngrams_in_page_mode_read_the_context_less_often(
     place, read, control = devices(2), [], tmp_path / "faults.json"
     set_faults(control)
     io = {"staging": "4MiB", "fault_file": str(control)}
-    for drafts in ({}, {"in_process": False, "speculative_config": ngram()}):
+    apart = {"in_process": False, "distributed_executor_backend": "uni"}
+    for drafts in ({}, {**apart, "speculative_config": ngram()}):
         options = page_mode(place, window=window, dram="12MiB", io=io)
         with Engine(MODEL_DIR, ssdkv=options, **settings, **drafts) as paged:
             for turn in range(2):
