@@ -18,7 +18,7 @@ from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, PartialState, Rows
 from vllm_ssdkv.kernels.step_clock import ATTEND, StepClock
 from vllm_ssdkv.offload.host import HostDevice
-from vllm_ssdkv.offload.protocol import ContextWork, HostKernels
+from vllm_ssdkv.offload.protocol import ContextKernels, ContextWork
 from vllm_ssdkv.store.memory.arena import Arena
 
 LAYOUT: Final = BlockLayout.unpadded(16, 16, 4, 128, torch.bfloat16)
@@ -44,9 +44,9 @@ class _Frames:
     def nbytes(self) -> int:
         return self.memory.nbytes
 
-    def fold_on_host(
+    def fold_by(
         self,
-        kernels: HostKernels,
+        kernels: ContextKernels,
         query: torch.Tensor,
         state: PartialState,
         scale: float,
@@ -60,6 +60,9 @@ class _Frames:
         source = BlockSource.of_cache(self.memory, ids, ids * LAYOUT.block_tokens)
         kernels.dense.attend(query, state, rows, source, LAYOUT, scale)
         clock.lap(ATTEND)
+
+    def restart(self) -> None:
+        pass
 
 
 def _seconds(work: Callable[[], object]) -> tuple[float, float]:

@@ -403,7 +403,7 @@ class Rig:
 
 
 def _late(device: ContextDevice | None) -> float:
-    return 0.0 if device is None else device.statistics().get("late", 0.0)
+    return 0.0 if device is None else device.statistics().late
 
 
 @contextmanager

@@ -45,7 +45,19 @@ def test_a_share_of_x_is_not_chosen_by_a_device_without_work(number: float) -> N
         ({**PAGE, "offload": {"threads": 1000}}, "offload.threads: got 1000; this machine has "),
         (
             {**PAGE, "offload": {"kind": "npu"}},
-            'offload.kind: got "npu"; allowed: "host" or "fpga"',
+            'offload.kind: got "npu"; it is not registered; allowed: "host" or "fpga" or "node"',
+        ),
+        (
+            {**PAGE, "offload": {"kind": "no_such_package.npu:Device"}},
+            'offload.kind: got "no_such_package.npu:Device"; .* cannot be imported',
+        ),
+        (
+            {**PAGE, "offload": {"kind": "pathlib:Path"}},
+            r'offload.kind: got "pathlib:Path"; pathlib:Path has no method close\(timeout_s\); it ',
+        ),
+        (
+            {**PAGE, "offload": {"kind": "pathlib:path"}},
+            'offload.kind: got "pathlib:path"; the module pathlib has no class path; allowed: ',
         ),
         (
             {**PAGE, "offload": {"backend": "csim"}},

@@ -89,7 +89,7 @@ class Fpga(Recall):
 
     @property
     def choice(self) -> Any:  # noqa: ANN401 - who chooses
-        return self.worker._choices._fpga
+        return self.worker._choices._near.__self__.choice
 
     @contextmanager
     def device(self, made: Offloader | None, *, chooses: bool = True) -> Iterator[None]:

@@ -37,6 +37,7 @@ LAYERS, QUERY_HEADS, KV_HEADS, HEAD_SIZE = 2, 4, 2, 16
 """Of the model."""
 
 CPU = torch.device("cpu")
+EXAMPLES = Path(__file__).parents[2] / "examples" / "guests"
 HOST = OffloadConfig(threads=1, share=1.0)
 """A device that attends to everything."""
 
@@ -182,6 +183,22 @@ def test_tokens_are_those_of_transformers_own_cache(family: str, tmp_path: Path)
     asked = prompts(model.config.vocab_size)
     got, _ = paged_logits(model, config, asked, tmp_path / "store")
     assert got == [own_tokens(model, ids, COUNT) for ids in asked]
+
+
+@pytest.mark.parametrize("selector", ["exact", "sparf"])
+def test_a_guest_attends_as_the_host_does(
+    selector: SelectorName,
+    without_device: Without,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    without = without_device(selector)
+    guest = OffloadConfig(kind="torch_device:TorchDevice", share=1.0)
+    got = decoded(tmp_path / "store", selector, guest)
+    assert got.tokens == without.tokens
+    assert torch.allclose(got.logits, without.logits, atol=2e-5)
+    assert got.counters.total("offload_tickets") == LAYERS * (COUNT + 1)
 
 
 @pytest.mark.parametrize("share", [0.03, 0.9])

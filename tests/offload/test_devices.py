@@ -20,7 +20,7 @@ from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, P
 from vllm_ssdkv.kernels.step_clock import AttentionClock
 from vllm_ssdkv.offload.host import HostDevice
 from vllm_ssdkv.offload.offloader import Offloader, Outcome
-from vllm_ssdkv.offload.protocol import ContextWork, HostKernels, Lease
+from vllm_ssdkv.offload.protocol import ContextKernels, ContextWork, Lease
 from vllm_ssdkv.offload.testing.throttled import ThrottledDevice
 
 QUERY = torch.zeros(3, 4, 8)
@@ -40,9 +40,9 @@ class Pages:
     def slots(self) -> NDArray[np.int64]:
         return np.zeros(0, dtype=np.int64)
 
-    def fold_on_host(
+    def fold_by(
         self,
-        kernels: HostKernels,
+        kernels: ContextKernels,
         query: torch.Tensor,
         state: PartialState,
         scale: float,
@@ -59,6 +59,9 @@ class Pages:
         state.l.fill_(1.0)
         state.acc.fill_(scale)
 
+    def restart(self) -> None:
+        pass
+
 
 def work(pages: Pages, scale: float = 1.0) -> ContextWork:
     return ContextWork(QUERY, pages, scale)
@@ -66,9 +69,7 @@ def work(pages: Pages, scale: float = 1.0) -> ContextWork:
 
 def folded(made: Offloader, pages: Pages) -> tuple[Outcome, PartialState]:
     state = PartialState.empty(3, 4, 8, QUERY.device)
-    clock = AttentionClock()
-    clock.start()
-    return made.attend(work(pages), state, clock), state
+    return made.fold(made.submit(work(pages)), state), state
 
 
 def test_any_number_in_flight_end_in_order() -> None:
@@ -82,12 +83,12 @@ def test_any_number_in_flight_end_in_order() -> None:
     go.set()
     assert tickets[-1].wait(PATIENCE_S)
     assert all(ticket.done() for ticket in tickets)
-    assert [float(t.partials().acc[0, 0, 0]) for t in tickets] == list(range(21))
+    assert [float(t.partials()[0].acc[0, 0, 0]) for t in tickets] == list(range(21))
     # All on one thread, which is not the caller's.
     used = {ident for pages in [first, *rest] for ident in pages.threads}
     assert len(used) == 1
     assert threading.get_ident() not in used
-    assert device.statistics()["tickets"] == 21
+    assert device.statistics().tickets == 21
     assert device.close(PATIENCE_S)
     with pytest.raises(ValueError, match="closed"):
         device.submit(work(Pages()))
@@ -101,9 +102,9 @@ def test_no_more_threads_than_asked_for(threads: int) -> None:
     cache = torch.randn(blocks, layout.block_bytes // 4)
 
     class Large(Pages):
-        def fold_on_host(
+        def fold_by(
             self,
-            kernels: HostKernels,
+            kernels: ContextKernels,
             query: torch.Tensor,
             state: PartialState,
             scale: float,
@@ -123,7 +124,7 @@ def test_no_more_threads_than_asked_for(threads: int) -> None:
     device = HostDevice(threads)
     ticket = device.submit(ContextWork(query, Large(), 0.1))
     assert ticket.wait(PATIENCE_S)
-    assert bool((ticket.partials().l > 0).all())
+    assert bool((ticket.partials()[0].l > 0).all())
     assert running() - before == threads
     assert device.close(PATIENCE_S)
 
@@ -137,7 +138,7 @@ def test_an_error_is_its_own_tickets() -> None:
     assert right.wait(PATIENCE_S)
     with pytest.raises(KeyError, match="a page"):
         wrong.partials()
-    assert float(right.partials().l.sum()) == 12
+    assert float(right.partials()[0].l.sum()) == 12
     assert device.close(PATIENCE_S)
 
 
@@ -188,9 +189,9 @@ def test_who_gets_on_has_no_deadline() -> None:
 
 def test_a_device_that_keeps_the_lease_loses_the_work() -> None:
     class Holding(Pages):
-        def fold_on_host(
+        def fold_by(
             self,
-            kernels: HostKernels,
+            kernels: ContextKernels,
             query: torch.Tensor,
             state: PartialState,
             scale: float,
@@ -212,21 +213,22 @@ def test_a_device_that_keeps_the_lease_loses_the_work() -> None:
 @pytest.mark.parametrize(("share", "elsewhere"), [(0.0, 0), (0.4, 0), (0.5, 1), (1.0, 1)])
 def test_chosen_pages_go_one_way(share: float, elsewhere: int) -> None:
     made = Offloader(HostDevice(1), PATIENCE_S, counters := Counters(), share)
-    pages, here = Pages(), []
+    pages = Pages()
+    here: list[object] = []
     state = PartialState.empty(3, 4, 8, QUERY.device)
     clock = AttentionClock()
 
-    def attend() -> Outcome:
-        return made.attend_or(lambda: here.append(1), work(pages), state, clock)
+    def attend() -> bool:
+        return made.attend(work(pages), state, here.append, clock)
 
-    assert attend() is Outcome.FOLDED
+    assert attend()
     assert (len(pages.threads), len(here)) == (elsewhere, 1 - elsewhere)
     made.count_step()
     by = "device" if elsewhere else "step"
     assert counters.total("offload_steps", by=by) == 1
     # While the device has contexts of the layer, nobody else uses the store.
     ticket = made.submit(work(Pages()))
-    assert attend() is Outcome.FOLDED
+    assert attend()
     assert len(pages.threads) == elsewhere + 1
     assert made.fold(ticket, state) is Outcome.FOLDED
     assert made.close(PATIENCE_S)
@@ -235,11 +237,12 @@ def test_chosen_pages_go_one_way(share: float, elsewhere: int) -> None:
 def test_chosen_pages_that_a_device_does_not_attend_to_are_attended_to_here() -> None:
     device = HostDevice(1)
     assert device.close(PATIENCE_S)
-    made, here = Offloader(device, 1.0, Counters()), []
+    made = Offloader(device, 1.0, Counters())
+    pages, here = Pages(), []
     state = PartialState.empty(3, 4, 8, QUERY.device)
     clock = AttentionClock()
-    outcome = made.attend_or(lambda: here.append(1), work(Pages()), state, clock)
-    assert (outcome, here) == (Outcome.FOLDED, [1])
+    assert made.attend(work(pages), state, here.append, clock)
+    assert here == [pages]
     assert not made.in_use
 
 
@@ -261,7 +264,8 @@ def test_a_throttled_device_answers_by_its_model() -> None:
         ticket.wait(0.0)
     assert inner.submit(work(Pages())).wait(PATIENCE_S)  # both are done behind the model
     # Work took no time behind the model.
-    assert [sum(ticket.seconds) for ticket in tickets] == [pytest.approx(2.5), pytest.approx(4.5)]
+    counts = [ticket.statistics for ticket in tickets]
+    assert [one.wait_s + one.attend_s for one in counts] == [pytest.approx(2.5), pytest.approx(4.5)]
     seen = []
     for later in (2.4, 2.6, 4.4, 4.6):
         now[0] = 100.0 + later

@@ -103,7 +103,7 @@ class Attention:
             self.batch,
             streamed
             if offloader is None
-            else OffloadedContext(streamed, offloader, lambda: pytest.fail("lost")),
+            else OffloadedContext(streamed, offloader, ["a"], lambda: pytest.fail("lost")),
             LAYOUT,
             SCALE,
             clock,

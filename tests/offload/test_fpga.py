@@ -21,7 +21,7 @@ from vllm_ssdkv.kernels.dense import CpuKernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, PartialState, Rows
 from vllm_ssdkv.kernels.operands.page_list import PageList
 from vllm_ssdkv.kernels.paged import CpuPageKernels
-from vllm_ssdkv.offload.fpga import FpgaKernels, fpga_problem, kernel_shape
+from vllm_ssdkv.offload.fpga import FpgaDevice, FpgaKernels, kernel_shape
 
 NEAR = 1e-5
 KV_HEADS, HEAD_SIZE, BLOCK = 2, 64, 64
@@ -211,8 +211,8 @@ def test_what_does_not_fit_is_refused() -> None:
     ],
 )
 def test_models_that_fit(head_size: int, dtype: torch.dtype, problem: str) -> None:
-    assert fpga_problem(head_size, dtype).endswith(problem)
-    assert bool(fpga_problem(head_size, dtype)) == bool(problem)
+    assert FpgaDevice.problem(head_size, dtype).endswith(problem)
+    assert bool(FpgaDevice.problem(head_size, dtype)) == bool(problem)
     if problem:
         with pytest.raises(ValueError, match=problem):
             kernel_shape(8, 2, head_size, dtype)

@@ -65,12 +65,13 @@ def decoded(
 def spoil(offloader: Offloader | None, share: float) -> None:
     """Have so many reads into the FPGA's memory bring wrong bytes."""
     assert offloader is not None
-    peer = offloader.peer
+    device = offloader.device
+    peer = device.peer
     assert peer is not None
     memory = BorrowedArena(np.ctypeslib.as_array(_bytes_at(peer)))
     rule = FaultRule(kind="corrupt", probability=share, seed=3)
     engine = FaultyEngine(peer.files.engine, 1, memory, [rule])
-    offloader.peer = replace(peer, files=replace(peer.files, engine=engine))
+    device.peer = replace(peer, files=replace(peer.files, engine=engine))
 
 
 def _bytes_at(peer: ReadPath) -> ctypes.Array[ctypes.c_uint8]:
@@ -152,7 +153,7 @@ def test_drives_that_cannot_write_into_the_fpgas_memory(
     model: Any = make_model(small_config("llama", head_size=64), torch.device("cpu"), torch.float16)
     with caplog.at_level("WARNING"), PagedDecoder(model, config, ROOM, tmp_path / "s") as decoder:
         assert decoder.worker.offloader is not None
-        assert decoder.worker.offloader.peer is None
+        assert decoder.worker.offloader.device.peer is None
         assert not decoder.opened.files.health.quarantined
     assert "cannot be read into memory of another device: Input/output error" in caplog.text
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -18,11 +18,10 @@ from vllm_ssdkv.config.offload import DriveProfile, OffloadConfig
 from vllm_ssdkv.kernels.dense import CpuKernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, PartialState, Rows
 from vllm_ssdkv.kernels.operands.page_list import PageList
-from vllm_ssdkv.kernels.step_clock import AttentionClock
 from vllm_ssdkv.offload.host import HostDevice
 from vllm_ssdkv.offload.offloader import Offloader, Outcome
 from vllm_ssdkv.offload.open import open_offloader
-from vllm_ssdkv.offload.protocol import ContextWork, HostKernels
+from vllm_ssdkv.offload.protocol import ContextKernels, ContextWork, DeviceSetup
 from vllm_ssdkv.offload.testing.drive_timing import DRIVES, DriveTiming
 from vllm_ssdkv.offload.testing.throttled_drives import ThrottledDrives
 
@@ -87,9 +86,9 @@ class Contexts:
             np.concatenate(position),
         )
 
-    def fold_on_host(
+    def fold_by(
         self,
-        kernels: HostKernels,
+        kernels: ContextKernels,
         query: torch.Tensor,
         state: PartialState,
         scale: float,
@@ -103,6 +102,9 @@ class Contexts:
         rows = Rows.build([0, 1], [1, 1], self.last, self.edges[:-1], self.edges[1:])
         source = BlockSource.of_cache(self.cache, self.ids, self.position)
         kernels.dense.attend(query, state, rows, source, LAYOUT, scale)
+
+    def restart(self) -> None:
+        pass
 
 
 class Counting(ThrottledDrives):
@@ -120,10 +122,8 @@ class Counting(ThrottledDrives):
 def attended(made: Offloader, contexts: Contexts) -> torch.Tensor:
     """Output over the contexts."""
     state = PartialState.empty(*contexts.query.shape, contexts.query.device)
-    clock = AttentionClock()
-    clock.start()
     work = ContextWork(contexts.query, contexts, LAYOUT.head_size**-0.5)
-    assert made.attend(work, state, clock) is Outcome.FOLDED
+    assert made.fold(made.submit(work), state) is Outcome.FOLDED
     out = torch.empty_like(contexts.query)
     CpuKernels(1).finish(state, out)
     return out
@@ -197,10 +197,10 @@ def test_the_last_drive_ends_the_work() -> None:
     device.write(3)
     assert device.occupy(100.0, [2, 0]) == 118.0 + 6 + 3 * (2 + 5)
     assert device.occupy(1e4, [0, 0]) == 1e4
-    assert device.statistics()["late"] == 0
+    assert device.statistics().late == 0
     now[0] = 1e5
     device.occupy(100.0, [1, 1])
-    assert device.statistics()["late"] == 1
+    assert device.statistics().late == 1
     assert device.close(PATIENCE_S)
 
 
@@ -216,17 +216,31 @@ def test_an_answer_waits_for_the_model() -> None:
     assert not ticket.done()
     now[0] = due + 0.1
     assert ticket.wait(PATIENCE_S)
-    assert ticket.devices == 2
+    assert ticket.statistics.query_bytes == 2 * contexts.query.nbytes
     assert device.close(PATIENCE_S)
 
 
 def test_an_option_names_the_drives() -> None:
     throttle = {"profile": "smartssd", "drives": 3, "dilation": 2}
     options = {"mode": "page", "offload": {"threads": 1, "throttle": throttle}}
-    config = SSDKVConfig.from_extra_config(options).offload
+    parsed = SSDKVConfig.from_extra_config(options)
+    config = parsed.offload
     assert isinstance(config, OffloadConfig)
     contexts, counters = Contexts(listed=False), Counters()
-    made = open_offloader(config, 1, 30.0, counters)
+    none: Any = None
+    setup = DeviceSetup(
+        parsed,
+        config,
+        counters,
+        0,
+        1,
+        LAYOUT,
+        LAYOUT.kv_heads,
+        opened=none,
+        checksums=none,
+        drives=none,
+    )
+    made = open_offloader(setup, 30.0)
     assert bool((attended(made, contexts) != 0).all())
     made.count_step()
     nbytes = contexts.query.nbytes

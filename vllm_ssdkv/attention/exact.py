@@ -26,7 +26,7 @@ from vllm_ssdkv.kernels.operands.block_layout import (
     on_host,
 )
 from vllm_ssdkv.kernels.step_clock import ATTEND, MERGE, WAIT, StepClock
-from vllm_ssdkv.offload.protocol import HostKernels
+from vllm_ssdkv.offload.protocol import ContextKernels
 from vllm_ssdkv.store.read.context_stream import ContextStream, Part, Piece
 
 NO_LEASE: Final = nullcontext()
@@ -194,20 +194,12 @@ class StreamedContext:
     part: Part | None = None
     device: bool = False
 
-    def cut(self, share: float) -> tuple[StreamedContext, StreamedContext]:
-        """A device's part, and the other. ``share``: the first one's."""
+    def cut(self, share: float | None) -> tuple[StreamedContext, StreamedContext]:
+        """A device's part, and the other. ``share``: see :meth:`ContextStream.parts`."""
         theirs, own = self.stream.parts(self.layer, share)
         return (
             StreamedContext(self.stream, self.layer, self.batch, self.layout, theirs, device=True),
             StreamedContext(self.stream, self.layer, self.batch, self.layout, own),
-        )
-
-    def split(self) -> tuple[StreamedContext, StreamedContext]:
-        """Blocks without a frame, and those with one."""
-        away, here = self.stream.split(self.layer)
-        return (
-            StreamedContext(self.stream, self.layer, self.batch, self.layout, away),
-            StreamedContext(self.stream, self.layer, self.batch, self.layout, here),
         )
 
     @property
@@ -269,20 +261,20 @@ class StreamedContext:
             wait_for(query.device)  # the next piece reuses this one's memory
             clock.lap(ATTEND)
 
-    def fold_on_host(
+    def fold_by(
         self,
-        kernels: HostKernels,
+        kernels: ContextKernels,
         query: torch.Tensor,
         state: PartialState,
         scale: float,
         clock: StepClock,
         lease: AbstractContextManager[None],
     ) -> None:
-        """See :meth:`ContextPages.fold_on_host`."""
+        """See :meth:`Foldable.fold_by`."""
         self.fold(kernels.dense, query, state, scale, clock, lease)
 
     def restart(self) -> None:
-        """Have :meth:`fold` begin anew, after a call that was given up."""
+        """See :meth:`Foldable.restart`."""
         self.stream.come_checked()
         if self._part.arriving:
             self.stream.restart(self.layer)

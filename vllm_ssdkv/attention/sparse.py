@@ -23,12 +23,12 @@ from vllm_ssdkv.attention.compensate import beside_sinks, compensate
 from vllm_ssdkv.attention.exact import NO_LEASE, RowBatch
 from vllm_ssdkv.attention.mean_value import MeanRows, RunningMeanV
 from vllm_ssdkv.attention.sparse_deviation import Compared, SparseDeviation
-from vllm_ssdkv.kernels.dense import wait_for
+from vllm_ssdkv.kernels.dense import select_kernels, wait_for
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState, on_host
 from vllm_ssdkv.kernels.operands.page_list import SPLIT_PAGES, PageList
 from vllm_ssdkv.kernels.paged import PageAttention, PageKernels
 from vllm_ssdkv.kernels.step_clock import AHEAD, ATTEND, FETCH, MERGE, SELECT, WAIT, StepClock
-from vllm_ssdkv.offload.protocol import ContextWork, HostKernels
+from vllm_ssdkv.offload.protocol import ContextKernels, ContextWork, Foldable
 from vllm_ssdkv.sparse.concat import concat
 from vllm_ssdkv.sparse.context_clusters import ContextClusters
 from vllm_ssdkv.sparse.next_best import next_best
@@ -41,8 +41,9 @@ from vllm_ssdkv.store.read.gpu_pages import GpuFetch
 from vllm_ssdkv.store.read.page_fetcher import Fetch
 from vllm_ssdkv.store.read.selected_context import BlockPages, SelectedContexts
 
-Attend = Callable[[ContextWork, PartialState, StepClock, Callable[[], None]], None]
-"""Has a device attend to chosen pages, or calls the last argument, which attends here."""
+Attend = Callable[[ContextWork, PartialState, StepClock, Callable[[Foldable], None]], None]
+"""Has a device attend to chosen pages, or calls the last argument, which attends here, for what it
+does not attend to."""
 
 
 @dataclass(slots=True)
@@ -193,13 +194,15 @@ class SparseDecode:
         clock.lap(SELECT)
         pages = ChosenPages(self, layer, now, selection, wanted, starts, self._layout)
 
-        def here() -> None:
-            pages.fold(kernels, query, state, scale, clock)
-
         if self._offload is None:
-            here()
+            pages.fold(kernels, query, state, scale, clock)
         else:
-            self._offload(ContextWork(query, pages, scale), state, clock, here)
+            every = ContextKernels(select_kernels(query.device), kernels)
+
+            def here(some: Foldable) -> None:
+                some.fold_by(every, query, state, scale, clock, NO_LEASE)
+
+            self._offload(ContextWork(query, pages, scale, self._requests), state, clock, here)
         if selection.alpha is not None:
             mixed = np.flatnonzero(~np.isnan(selection.alpha).any(axis=1))
             mean = self._mean_value(kernels, layer, now, mixed, batch, cache, now.of(value))
@@ -584,17 +587,20 @@ class ChosenPages:
                     self._end_fetch()
             clock.lap(FETCH)
 
-    def fold_on_host(
+    def fold_by(
         self,
-        kernels: HostKernels,
+        kernels: ContextKernels,
         query: torch.Tensor,
         state: PartialState,
         scale: float,
         clock: StepClock,
         lease: AbstractContextManager[None],
     ) -> None:
-        """See :meth:`ContextPages.fold_on_host`."""
+        """See :meth:`Foldable.fold_by`."""
         self.fold(kernels.paged, query, state, scale, clock, lease)
+
+    def restart(self) -> None:
+        """See :meth:`Foldable.restart`: each call begins anew."""
 
     def _bring(self, part: slice | NDArray[np.int64], clock: StepClock, *, last: bool) -> PageList:
         """Bring a part of the pages into memory, where they stay until :meth:`_end_fetch`."""

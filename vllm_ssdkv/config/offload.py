@@ -3,24 +3,46 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.base.registry import Registry, is_place
 from vllm_ssdkv.base.sizes import SIZE_TEXT, size_or_none
 from vllm_ssdkv.config.schema import PATH_TEXT, Allowed, OptionModel, PathText, Reason
 
 MAX_THREADS: Final = 1024
 MAX_DRIVES: Final = 8
 
-OffloadKind: TypeAlias = Literal["host", "fpga", "node"]
-"""Device that attends."""
+DEVICES: Final[Registry[Any]] = Registry(
+    "offload.kind", "vllm_ssdkv.offload.protocol:ContextDeviceClass"
+)
+"""Devices that attend, by the names that ``offload.kind`` takes."""
+DEVICES.register("host", "vllm_ssdkv.offload.host:HostDevice")
+DEVICES.register("fpga", "vllm_ssdkv.offload.fpga:FpgaDevice")
+DEVICES.register("node", "vllm_ssdkv.offload.node:NodeDevice")
 
 FpgaBackend: TypeAlias = Literal["csim", "rtlsim", "xrt"]
 """Place where the kernels of an FPGA run: see ``docs/fpga.md``."""
 
 DriveProfile: TypeAlias = Literal["instinfer", "smartssd"]
 """A drive of a paper that attends to what lies on it."""
+
+
+_NAMES: Final = " or ".join(f'"{name}"' for name in DEVICES.names())
+DEVICES_TEXT: Final = f'{_NAMES} or a class of your own, "module:Class"'
+
+
+def _kind(value: str) -> str:
+    if value not in DEVICES.names():
+        if not is_place(value):
+            raise ValueError("it is not registered")
+        try:  # now, not in the middle of a start
+            DEVICES.resolve(value)
+        except ConfigError as error:
+            raise ValueError(str(error).removeprefix("offload.kind: ")) from error
+    return value
 
 
 def _threads(value: int | None) -> int | None:
@@ -116,14 +138,17 @@ class OffloadConfig(OptionModel):
     """Attention near storage."""
 
     kind: Annotated[
-        OffloadKind,
+        str,
+        Allowed(DEVICES_TEXT),
+        AfterValidator(_kind),
         Field(
             description="Device that attends. `host`: threads of this machine attend to what lies "
             "in DRAM, and to what arrives from the drives, while the accelerator attends to its "
             "window; queries and partial results travel in place of K and V. `fpga`: the kernels "
             "of an FPGA attend to the same pages, run by a `backend`. They take float16 and "
             "bfloat16, and heads of 64, 128 or 256 channels. `node`: the storage nodes of `nodes` "
-            "attend to what their drives have, and only queries and partial results travel."
+            "attend to what their drives have, and only queries and partial results travel. "
+            "`module:Class`: a device of your own."
         ),
         Reason("host: it needs no other hardware."),
     ] = "host"
@@ -232,7 +257,7 @@ class OffloadConfig(OptionModel):
                 f'{", ".join(unused)} beside kind "node": nodes attend to what they have, with '
                 "threads of their own (attend_threads); leave it out"
             )
-        if self.kind == "host" and (unused := sorted(given & _FPGA)):
+        if self.kind not in {"fpga", "node"} and (unused := sorted(given & _FPGA)):
             raise ValueError(f'{", ".join(unused)} without kind "fpga": name it, or leave it out')
         if self.kind == "fpga" and "threads" in given:
             raise ValueError('threads beside kind "fpga", whose kernels attend: leave it out')

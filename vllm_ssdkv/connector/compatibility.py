@@ -12,11 +12,11 @@ from vllm.platforms import CpuArchEnum, current_platform
 
 from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.config.offload import DEVICES, OffloadConfig
 from vllm_ssdkv.connector.obstacle import REUSE, Obstacle
 from vllm_ssdkv.connector.scheduler.speculation import obstacles_to_page_mode
 from vllm_ssdkv.connector.x_settings import obstacles_to_x
 from vllm_ssdkv.kernels.operands.block_layout import head_size_problem
-from vllm_ssdkv.offload.fpga import fpga_problem
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -225,8 +225,8 @@ def _page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> Iterator[Obstacl
             ("leave out --enable-sleep-mode and --enable-cumem-allocator", "leave it out"),
         )
     workers = vllm_config.parallel_config.tensor_parallel_size
-    if config.offload is not None and config.offload.kind == "fpga" and not model.use_mla:
-        yield from _fpga(model)
+    if config.offload is not None and not model.use_mla:
+        yield from _near(config.offload, model)
     threads = 0 if config.offload is None else config.offload.threads or 0
     if workers * threads > (cpus := os.cpu_count() or 1):
         yield Obstacle(
@@ -272,9 +272,10 @@ def _page_mode_model(model: ModelConfig, vllm_config: VllmConfig) -> Iterator[Ob
         yield Obstacle(problem, (REUSE,))
 
 
-def _fpga(model: ModelConfig) -> Iterator[Obstacle]:
-    """Models that the kernels of an FPGA do not serve."""
-    problems = (fpga_problem(size, model.dtype) for size, _ in _heads(model))
+def _near(options: OffloadConfig, model: ModelConfig) -> Iterator[Obstacle]:
+    """Models that the device that attends does not serve."""
+    device = DEVICES.resolve(options.kind)
+    problems = (device.problem(size, model.dtype) for size, _ in _heads(model))
     for problem in sorted({problem for problem in problems if problem}):
         yield Obstacle(f"offload.kind: {problem}", ('set it to "host"', "leave offload out"))
 

@@ -8,6 +8,8 @@ the rest of a kernel's group is filled up with zeros.
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
 from collections.abc import Iterator
 from typing import Literal
@@ -16,8 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ssdkv.base.errors import FpgaDeadlineError, FpgaError, WrongPagesError
+from vllm_ssdkv.base.errors import FpgaDeadlineError, FpgaError, StoreError, WrongPagesError
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.config.offload import OffloadConfig
 from vllm_ssdkv.fpga_offload.backend import (
     AttendWork,
     Backend,
@@ -46,17 +49,15 @@ from vllm_ssdkv.offload.fpga_lists import (
     v_offset,
 )
 from vllm_ssdkv.offload.kernel_device import KernelDevice
-from vllm_ssdkv.offload.protocol import HostKernels
+from vllm_ssdkv.offload.protocol import ContextKernels, DeviceCaps, DeviceSetup
+from vllm_ssdkv.sparse.selectors.fpga_sparf import FpgaChoice, FpgaSparfSelector
+from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
+from vllm_ssdkv.store.io.engines.open import open_engine
+from vllm_ssdkv.store.io.engines.protocol import IoEngine
+from vllm_ssdkv.store.memory.arena import BorrowedArena
+from vllm_ssdkv.store.read.peer_path import ReadPath
 
-
-def fpga_problem(head_size: int, dtype: torch.dtype) -> str:
-    """Reason for the kernels not to serve a model; empty if they do. Any group fits."""
-    if head_size not in HEAD_SIZES:
-        sizes = ", ".join(map(str, HEAD_SIZES))
-        return f"the model's heads have {head_size} channels, and the FPGA kernels have {sizes}"
-    if _dtype_name(dtype) not in DTYPES:
-        return f"the model computes in {_dtype_name(dtype)}, the FPGA kernels in {_LISTED}"
-    return ""
+logger = logging.getLogger(__name__)
 
 
 _LISTED = " and ".join(DTYPES)
@@ -69,13 +70,13 @@ def kernel_shape(
     the largest.
 
     Raises:
-        ValueError: see :func:`fpga_problem`.
+        ValueError: see :meth:`FpgaDevice.problem`.
     """
     each = query_heads // kv_heads
     group = next((one for one in GROUPS if one >= each), MAX_GROUP)
     name: Literal["float16", "bfloat16"]
     name = "bfloat16" if dtype == torch.bfloat16 else "float16"
-    problem = fpga_problem(head_size, dtype)
+    problem = FpgaDevice.problem(head_size, dtype)
     if problem:
         raise ValueError(problem)
     return KernelShape(head_size, group, name)
@@ -310,12 +311,102 @@ class FpgaDevice(KernelDevice):
         ticket = device.submit(ContextWork(query, pages, scale))
     """
 
-    def __init__(self, backend: Backend, counters: Counters):
-        """``backend`` is closed with the device."""
+    def __init__(self, backend: Backend, counters: Counters, kernel_deadline_s: float = 0.0):
+        """``backend`` is closed with the device; ``kernel_deadline_s``: of a call of a kernel."""
         self.backend = backend
+        self.caps = DeviceCaps(chooses=True, silent_s=kernel_deadline_s)
+        count = functools.partial(counters.add, "offload_kernel_calls", kernel="sparf")
+        self.choice = FpgaChoice(backend, count)
+        self._engine: IoEngine | None = None
+        """Reads into the memory of the FPGA."""
         kernels = FpgaKernels(backend, counters)
-        super().__init__(f"fpga({backend.name})", HostKernels(kernels, kernels))
+        super().__init__(f"fpga({backend.name})", ContextKernels(kernels, kernels))
+
+    @classmethod
+    def open(cls, setup: DeviceSetup) -> FpgaDevice:
+        """See ``ContextDeviceClass``.
+
+        Raises:
+            FpgaError: there is no such backend here, or its kernels do not load; the text says why.
+        """
+        options, layout = setup.options, setup.layout
+        if setup.config.encryption is not None:
+            logger.info(
+                "ssdkv: offload: the store is encrypted: pages are decrypted in memory of the host "
+                "before the FPGA gets them"
+            )
+        shape = kernel_shape(setup.query_heads, layout.kv_heads, layout.head_size, layout.dtype)
+        backend = open_backend(options, shape, setup.rank)
+        device = cls(backend, setup.counters, options.kernel_deadline)
+        if options.peer:
+            device.peer = device._peer_path(setup)
+        return device
+
+    @classmethod
+    def problem(cls, head_size: int, dtype: torch.dtype) -> str:
+        """See ``ContextDeviceClass``. Any group of query heads fits."""
+        if head_size not in HEAD_SIZES:
+            sizes = ", ".join(map(str, HEAD_SIZES))
+            return f"the model's heads have {head_size} channels, and the FPGA kernels have {sizes}"
+        if _dtype_name(dtype) not in DTYPES:
+            return f"the model computes in {_dtype_name(dtype)}, the FPGA kernels in {_LISTED}"
+        return ""
+
+    def selector(self, inner: SparfSelector) -> FpgaSparfSelector:
+        """See ``ContextDevice``."""
+        return FpgaSparfSelector(inner, self.choice)
 
     def close(self, timeout_s: float) -> bool:
-        """See ``ContextDevice``."""
-        return super().close(timeout_s) and self.backend.close(timeout_s)
+        """See ``ContextDevice``. Reads into the memory of the FPGA end before it is given back."""
+        ended = self._engine is None or self._engine.close(timeout_s)
+        return ended and super().close(timeout_s) and self.backend.close(timeout_s)
+
+    def _peer_path(self, setup: DeviceSetup) -> ReadPath | None:
+        """The way of pages into the FPGA's memory; None where the drives cannot write there."""
+        opened, options = setup.opened, setup.config.io.engine_options()
+        pieces = opened.plan.staging_pieces
+        try:
+            nbytes = pieces * opened.files.geometry.layer_bytes
+            memory = BorrowedArena(self.backend.peer_memory(nbytes))
+            fds, paths = [one.fd for one in opened.devices], opened.files.health.paths
+            engine = self._engine = open_engine(options, fds, paths[: len(fds)], memory)
+            return ReadPath.to_device(opened.files, engine, len(fds), memory, pieces)
+        except (FpgaError, StoreError, ValueError) as error:
+            logger.warning(
+                "ssdkv: offload: drives cannot write into the memory of %s: %s; pages come through "
+                "the host's memory",
+                self.backend.name,
+                error,
+            )
+            return None
+
+
+def open_backend(options: OffloadConfig, shape: KernelShape, rank: int) -> SharedBackend:
+    """Open the backend that the options ask for; none stands in for another.
+
+    Args:
+        options: Of kind "fpga".
+        shape: Of the model's kernels.
+        rank: Of the worker: each has its own card.
+
+    Raises:
+        FpgaError: there is no such backend here, or its kernels do not load; the text says why.
+    """
+    backend: Backend
+    if options.backend == "csim":
+        from vllm_ssdkv.fpga_offload.csim import CsimBackend
+
+        backend = CsimBackend(shape)
+    elif options.backend == "rtlsim":
+        from vllm_ssdkv.fpga_offload.rtlsim import RtlsimBackend
+
+        backend = RtlsimBackend(shape)
+    else:
+        from vllm_ssdkv.fpga_offload.xrt.backend import XrtBackend
+
+        if options.xclbin is None:
+            raise ValueError("the options have checked that there is an xclbin")
+        deadline_s = options.kernel_deadline
+        backend = XrtBackend.open(options.xclbin, options.card + rank, shape, deadline_s)
+    logger.info("ssdkv: offload: the FPGA is %s, kernels of %s", backend.name, shape)
+    return SharedBackend(backend, options.kernel_deadline)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm_ssdkv.kernels.dense import CpuKernels
 from vllm_ssdkv.kernels.paged import CpuPageKernels
 from vllm_ssdkv.offload.kernel_device import KernelDevice
-from vllm_ssdkv.offload.protocol import HostKernels
+from vllm_ssdkv.offload.protocol import ContextKernels, DeviceSetup
 
 
 class HostDevice(KernelDevice):
@@ -22,4 +22,13 @@ class HostDevice(KernelDevice):
         Raises:
             UnsupportedError: the native kernels do not load.
         """
-        super().__init__("host", HostKernels(CpuKernels(threads), CpuPageKernels(threads)))
+        super().__init__("host", ContextKernels(CpuKernels(threads), CpuPageKernels(threads)))
+
+    @classmethod
+    def open(cls, setup: DeviceSetup) -> HostDevice:
+        """See ``ContextDeviceClass``.
+
+        Raises:
+            UnsupportedError: the native kernels do not load.
+        """
+        return cls(setup.options.threads_of(setup.workers))

@@ -10,14 +10,15 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Mapping
-
-import numpy as np
-from numpy.typing import NDArray
 
 from vllm_ssdkv.base.host import nearby_cpus
 from vllm_ssdkv.kernels.step_clock import ATTEND, WAIT, AttentionClock
-from vllm_ssdkv.offload.protocol import ContextWork, HostKernels
+from vllm_ssdkv.offload.protocol import (
+    ContextDeviceClass,
+    ContextKernels,
+    ContextWork,
+    DeviceStatistics,
+)
 from vllm_ssdkv.offload.tickets import LocalTicket, PinnedQuery, empty_state
 
 logger = logging.getLogger(__name__)
@@ -25,15 +26,15 @@ logger = logging.getLogger(__name__)
 _Job = tuple[LocalTicket, PinnedQuery | None]
 
 
-class KernelDevice:
+class KernelDevice(ContextDeviceClass):
     """See ``ContextDevice``; its tickets end in the order in which they were handed in.
 
     Example:
-        device = KernelDevice("host", HostKernels(CpuKernels(8), CpuPageKernels(8)))
+        device = KernelDevice("host", ContextKernels(CpuKernels(8), CpuPageKernels(8)))
         ticket = device.submit(ContextWork(query, pages, scale))
     """
 
-    def __init__(self, name: str, kernels: HostKernels):
+    def __init__(self, name: str, kernels: ContextKernels):
         """Start its thread, on the CPUs of the NUMA node that the calling thread is bound to.
 
         Args:
@@ -45,7 +46,7 @@ class KernelDevice:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
-        self._counts = {"tickets": 0.0, "wait_seconds": 0.0, "attend_seconds": 0.0}
+        self._counts = DeviceStatistics()
         self._cpus = nearby_cpus(os.sched_getaffinity(0))
         # A thread that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._serve, name="ssdkv-offload", daemon=True)
@@ -63,13 +64,10 @@ class KernelDevice:
         self._jobs.put((ticket, PinnedQuery(work.query) if work.query.is_cuda else None))
         return ticket
 
-    def reclaim(self, slots: NDArray[np.int64]) -> None:
-        """See ``ContextDevice``: nothing is kept from one ticket to the next."""
-
-    def statistics(self) -> Mapping[str, float]:
+    def statistics(self) -> DeviceStatistics:
         """See ``ContextDevice``."""
         with self._lock:
-            return dict(self._counts)
+            return self._counts
 
     def close(self, timeout_s: float) -> bool:
         """See ``ContextDevice``; work that was handed in before is done."""
@@ -95,14 +93,12 @@ class KernelDevice:
             with ticket.lease:  # not if it was withdrawn meanwhile
                 state = empty_state(work.query)
             here = work.query if query is None else query.wait()
-            work.pages.fold_on_host(self._kernels, here, state, work.scale, clock, ticket.lease)
+            work.pages.fold_by(self._kernels, here, state, work.scale, clock, ticket.lease)
         except Exception as error:  # noqa: BLE001  # whoever waits has it
             ticket.fail(error)
             return
         seconds = clock.seconds
         ticket.seconds = seconds[WAIT], seconds[ATTEND]
         with self._lock:
-            self._counts["tickets"] += 1
-            self._counts["wait_seconds"] += seconds[WAIT]
-            self._counts["attend_seconds"] += seconds[ATTEND]
+            self._counts += ticket.statistics
         ticket.answer(state)

@@ -1,7 +1,8 @@
 """Attention on nodes: each attends to the blocks that its drives have, and sends partial states.
 
 Blocks with a frame in DRAM are attended to here, beside the window. The others lie on nodes, and
-are attended to there; K and V do not travel. What a node cannot attend to in a step, since it is
+are attended to there; K and V do not travel. To the step nodes are one device, whose tickets have
+calls to several. What a node cannot attend to in a step, since it is
 gone, late, or finds a page wrong, is read over the wire in the same step, from the other copy if
 there is one, and attended to here. From the next step on the node that has the other copy does it.
 """
@@ -13,7 +14,8 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -24,18 +26,23 @@ from vllm_ssdkv.attention.exact import StreamedContext
 from vllm_ssdkv.attention.sparse import ChosenPages
 from vllm_ssdkv.base.errors import NodeError, NodeFailedError, SSDKVError
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.kernels.dense import AttentionKernels, select_kernels
-from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState
-from vllm_ssdkv.kernels.paged import select_page_kernels
-from vllm_ssdkv.kernels.step_clock import ATTEND, MERGE, WAIT, StepClock
+from vllm_ssdkv.kernels.dense import select_kernels
+from vllm_ssdkv.kernels.operands.block_layout import PartialState
+from vllm_ssdkv.kernels.step_clock import MERGE, StepClock
 from vllm_ssdkv.node.client.attention import AttentionWire
 from vllm_ssdkv.node.client.node_drives import NodeDrives
 from vllm_ssdkv.node.client.volume_link import VolumeLink
 from vllm_ssdkv.node.protocol.messages import MAX_STATES, Attend, AttendShape, pack, unpack
 from vllm_ssdkv.offload.node_blocks import HERE, NodeBlocks, NodePart, RowBlocks, failing
-from vllm_ssdkv.offload.offloader import KEYS
-from vllm_ssdkv.offload.protocol import ContextWork
-from vllm_ssdkv.store.tiered_store import TieredStore
+from vllm_ssdkv.offload.protocol import (
+    ContextDeviceClass,
+    ContextKernels,
+    ContextWork,
+    DeviceCaps,
+    DeviceSetup,
+    DeviceStatistics,
+    Foldable,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -190,107 +197,119 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Missed:
-    """Pages of a layer that no node attended to: slot and number in it, int64 [n]."""
-
-    slots: I64
-    numbers: I64
-
-
-@dataclass(slots=True)
-class NodeCounts:
-    """Work of one step, in the order of :data:`KEYS`."""
-
-    gains: list[float] = field(default_factory=lambda: [0.0] * len(KEYS))
-    contexts: bool = False
-    """True if anything was attended to on nodes."""
-
-
-class NodeOffloader:
-    """Has nodes attend. Used by the thread of the forward pass.
+class _Answer:
+    """Answer to a call.
 
     Attributes:
-        peer: None: pages do not come into memory of a device.
-
-    Example:
-        offloader = NodeOffloader(store, drives, layout, query_heads=32, deadline_s=20.0)
+        part: States of all queries.
+        slots, numbers: Of pages that the node did not attend to: slot and number in it, int64 [n].
+        counts: What was counted.
     """
 
-    peer: Final = None
+    part: PartialState
+    slots: I64
+    numbers: I64
+    counts: DeviceStatistics
 
-    def __init__(
-        self,
-        store: TieredStore,
-        drives: NodeDrives,
-        layout: BlockLayout,
-        query_heads: int,
-        slots: int,
-        deadline_s: float,
-        counters: Counters,
-    ):
-        """
-        Args:
-            store: Of the rank.
-            drives: Its nodes.
-            layout: Of a block of a context.
-            query_heads: Of this rank.
-            slots: Slot numbers are below this.
-            deadline_s: Of each answer.
-            counters: Of the rank.
+
+class NodeDevice(ContextDeviceClass):
+    """Has nodes attend. Used by the thread of the forward pass. See ``ContextDevice``.
+
+    Attributes:
+        blocks: Places of blocks.
+
+    Example:
+        device = NodeDevice.open(setup)
+    """
+
+    name = "node"
+
+    def __init__(self, setup: DeviceSetup, drives: NodeDrives):
+        """``drives``: nodes that have the slots.
 
         Raises:
             StoreError: a node refuses.
         """
-        geometry = store.files.geometry
+        opened, layout, counters = setup.opened, setup.layout, setup.counters
+        geometry = opened.files.geometry
         dtype = str(layout.dtype).removeprefix("torch.")
         shape = AttendShape(
             geometry.layers,
             geometry.heads,
             geometry.groups,
             layout.page_tokens,
-            query_heads,
+            setup.query_heads,
             layout.head_size,
             dtype,  # type: ignore[arg-type]  # layouts have these three only
-            slots,
+            opened.num_slots,
         )
-        self._store, self._layout, self._heads = store, layout, query_heads
-        self._deadline_s, self._counters = deadline_s, counters
+        # The states of so many queries fit into an answer.
+        most = MAX_STATES // (setup.query_heads * (layout.head_size + 2) * 4)
+        self.caps = DeviceCaps(elsewhere=True, max_tokens=most)
+        self._files, self._heads = opened.files, setup.query_heads
+        self._head_size = layout.head_size
+        # A drive of a node that hangs costs the node one deadline first.
+        self._deadline_s = 2 * setup.config.io.deadline
+        self._counters = counters
         self._links = drives.links
         self._wires = NodeWires(drives.links, shape, counters)
-        self._blocks = NodeBlocks(store.files, store.checksums, drives, slots)
-        self._now = NodeCounts()
-        for cause in ("error", "deadline", "room"):
-            counters.add("offload_failures", 0, cause=cause)
-        self._told_in_use = -1
+        self.blocks = NodeBlocks(opened.files, setup.checksums, drives, opened.num_slots)
+        self._counts = DeviceStatistics()
+        self._located: dict[int, tuple[object, RowBlocks]] = {}
+        """Places of blocks of this step, by who asks for them in each layer."""
+        counters.add("offload_failures", 0, cause="room")
+
+    @classmethod
+    def open(cls, setup: DeviceSetup) -> NodeDevice:
+        """See ``ContextDeviceClass``.
+
+        Raises:
+            StoreError: a node refuses.
+        """
+        if setup.drives is None:
+            raise TypeError("nodes attend to what they have, and the store is here")
+        return cls(setup, setup.drives)
 
     @property
-    def nodes_in_use(self) -> int:
-        """Number of nodes that are to be had."""
+    def in_use(self) -> int:
+        """See ``ContextDevice``."""
         return sum(wire is not None for wire in self._wires.current())
 
-    @property
-    def in_use(self) -> bool:
-        """Check whether any node is to be had."""
-        here = self.nodes_in_use
-        if here != self._told_in_use:
-            self._told_in_use = here
-            self._counters.set("offload_in_use", here)
-        return here > 0
+    def submit(self, work: ContextWork) -> NodeTicket:
+        """See ``ContextDevice``.
 
-    def takes(self, tokens: int) -> bool:
-        """Check whether so many queries fit into one call, and their states into its answer."""
-        return tokens * self._heads * (self._layout.head_size + 2) * 4 <= MAX_STATES
+        Raises:
+            TypeError: the pages are none that nodes know.
+        """
+        pages = work.pages
+        if isinstance(pages, StreamedContext):
+            return _call_whole(self, work, pages)
+        if isinstance(pages, ChosenPages):
+            return _call_chosen(self, work, pages)
+        raise TypeError(f"nodes do not attend to {type(pages).__name__}")
 
-    def locate(self, slots: I64, row: NDArray[np.signedinteger], names: Sequence[str]) -> RowBlocks:
-        """Nodes of blocks without a frame, row after row; see :meth:`NodeBlocks.locate`."""
+    def places(
+        self, key: object, slots: I64, row: NDArray[np.signedinteger], names: Sequence[str]
+    ) -> RowBlocks:
+        """Nodes of blocks without a frame, row after row, found once in a step for each ``key``;
+        see :meth:`NodeBlocks.locate`."""
+        found = self._located.get(id(key))
+        if found is None or found[1].version != self.blocks.version:
+            found = key, self._locate(slots, row, names)
+            self._located[id(key)] = found
+        return found[1]
+
+    def _locate(
+        self, slots: I64, row: NDArray[np.signedinteger], names: Sequence[str]
+    ) -> RowBlocks:
         while True:
             wires = self._wires.current()
             try:
-                found = self._blocks.locate(slots, row, names, wires, self._deadline_s)
+                found = self.blocks.locate(slots, row, names, wires, self._deadline_s)
             except NodeFailedError as error:
                 self._fail(error.node, wires[error.node], error)
                 continue
-            for node in self._blocks.full_nodes():
+            for node in self.blocks.full_nodes():
                 self._count_full(node, wires[node])
             return found
 
@@ -315,30 +334,25 @@ class NodeOffloader:
         wire = self._wires.current()[node]
         if wire is None:
             return None
-        gains = self._now.gains
         deadline = time.monotonic() + self._deadline_s
         try:
             number = wire.send(message, self._deadline_s)
         except NodeError as error:
             self._fail(node, wire, error)
             return None
-        self._now.contexts = True
-        gains[0] += 1
-        gains[1] += len(message.query)
-        gains[2] += len(message.selection) + len(message.masks)
         return _Call(node, wire, number, blocks, message.layer, tokens, deadline)
 
-    def take(self, call: _Call, state: PartialState) -> _Missed | None:
-        """Wait for an answer and fold it in. What was missed; None: all of it."""
-        tokens = state.m.shape[0] if call.tokens is None else len(call.tokens)
-        heads, size = self._heads, self._layout.head_size
+    def take(self, call: _Call, like: torch.Tensor) -> _Answer | None:
+        """Wait for an answer to a call for queries ``like`` these. None: there is none."""
+        tokens = len(like) if call.tokens is None else len(call.tokens)
+        heads, size = self._heads, self._head_size
         try:
             with failing(call.node):
                 answer = call.wire.receive(call.number, call.deadline)
                 found = np.frombuffer(answer.states, dtype="<f4").copy()
                 _check(found, tokens * heads * (size + 2))
                 slots, numbers = unpack(answer.slots), unpack(answer.pages)
-                pages = self._store.files.geometry.pages_per_layer
+                pages = self._files.geometry.pages_per_layer
                 call.blocks.check_missed(call.node, call.layer * pages, pages, slots, numbers)
         except (NodeError, ValueError) as error:
             self._fail(call.node, call.wire, error)
@@ -351,27 +365,29 @@ class NodeOffloader:
             values[: count * size].view(tokens, heads, size),
         )
         if call.tokens is not None:
-            part = _spread(part, call.tokens, state)
-        select_kernels(state.acc.device).merge(state, part)
-        gains = self._now.gains
-        gains[3] += found.nbytes
-        gains[4] += answer.wait_s
-        gains[5] += answer.attend_s
+            part = _spread(part, call.tokens, like)
         if len(slots):
             self._suspect(call, slots, numbers)
-        return _Missed(slots, numbers)
+        counts = DeviceStatistics(
+            partial_bytes=found.nbytes, wait_s=answer.wait_s, attend_s=answer.attend_s
+        )
+        return _Answer(part, slots, numbers, counts)
+
+    def count(self, counts: DeviceStatistics) -> None:
+        """A ticket has ended."""
+        self._counts += counts
 
     def _suspect(self, call: _Call, slots: I64, numbers: I64) -> None:
         """Pages are wrong or unreadable on a node: have the other copies attended to."""
-        files = self._store.files
+        files = self._files
         distinct = np.unique(slots)
         doubled = distinct[files.placement.doubled(distinct)]
         if len(doubled):
-            devices = self._blocks.devices_of(slots, numbers, call.node)
+            devices = self.blocks.devices_of(slots, numbers, call.node)
             # Of what an earlier answer of this layer has told already nobody knows the place.
             which = np.isin(slots, doubled) & (devices >= 0)
             files.mark_suspect(slots[which], devices[which].astype(np.uint16))
-        self._blocks.reclaim(distinct)
+        self.blocks.reclaim(distinct)
         self._counters.add("offload_failures", cause="answer")
         logger.warning(
             "ssdkv: offload: the node %s cannot attend to pages of %d blocks: they are read",
@@ -381,7 +397,7 @@ class NodeOffloader:
 
     def _fail(self, node: int, wire: AttentionWire | None, error: Exception) -> None:
         self._wires.fail(node, wire)
-        self._blocks.version += 1  # the layers to come are placed without it
+        self.blocks.version += 1  # the layers to come are placed without it
         logger.error(
             "ssdkv: offload: the node %s does not attend until it is back: %s; its part is read "
             "from other copies, or computed again",
@@ -389,201 +405,253 @@ class NodeOffloader:
             error,
         )
 
-    @property
-    def blocks(self) -> NodeBlocks:
-        """Places of blocks."""
-        return self._blocks
-
     def reclaim(self, slots: I64) -> None:
-        """Slots get other bytes."""
-        self._blocks.reclaim(slots)
+        """See ``ContextDevice``."""
+        self.blocks.reclaim(slots)
 
-    def count_stored(self, nbytes: int) -> None:
-        """New K and V has gone to nodes."""
-        self._counters.add("offload_bytes", nbytes, payload="kv")
+    def end_step(self) -> None:
+        """See ``ContextDevice``."""
+        self.blocks.end_step()
+        self._located.clear()
 
-    def count_here(self, seconds: float) -> None:
-        """The step's thread has spent so long on handing in and folding."""
-        self._now.gains[6] += seconds
-
-    def count_step(self) -> None:
-        """A step with contexts has ended."""
-        self._blocks.end_step()
-        now, self._now = self._now, NodeCounts()
-        self._counters.add("offload_steps", by="device" if now.contexts else "step")
-        self._counters.add_keyed(KEYS, now.gains)
+    def statistics(self) -> DeviceStatistics:
+        """See ``ContextDevice``."""
+        return self._counts
 
     def close(self, timeout_s: float) -> bool:
         """End the connections; False: a thread still runs."""
         return self._wires.close(timeout_s)
 
 
-def _spread(part: PartialState, tokens: torch.Tensor, like: PartialState) -> PartialState:
+def _spread(part: PartialState, tokens: torch.Tensor, like: torch.Tensor) -> PartialState:
     """States of some query tokens as states of all, on the host."""
-    count, heads, size = like.acc.shape
+    count, heads, size = like.shape
     full = PartialState.empty(count, heads, size, torch.device("cpu"))
     full.m[tokens], full.l[tokens], full.acc[tokens] = part.m, part.l, part.acc
     return full
 
 
-@dataclass(slots=True)
-class NodeRows:
-    """Rows of one step whose contexts nodes attend to. Used by the thread of the forward pass.
+class NodeTicket:
+    """Calls to nodes about one piece of work. See ``Ticket``.
 
     Attributes:
-        offloader: Of the rank.
-        names: Request of each row of the step.
+        own: See ``Ticket``.
     """
 
-    offloader: NodeOffloader
-    names: Sequence[str]
-    _located: dict[int, tuple[object, RowBlocks]] = field(default_factory=dict)
+    own: Foldable | None = None
 
-    def of(self, key: object, slots: I64, row: NDArray[np.signedinteger]) -> RowBlocks:
-        """Places of blocks, found once for each ``key``, which must live as long as this."""
-        found = self._located.get(id(key))
-        if found is None or not self._fits(found[1]):
-            found = key, self.offloader.locate(slots, row, self.names)
-            self._located[id(key)] = found
-        return found[1]
+    def __init__(self, device: NodeDevice, work: ContextWork, blocks: RowBlocks):
+        """``blocks``: that the work is about."""
+        self._device, self._work, self._blocks = device, work, blocks
+        self._calls: list[_Call] = []
+        self._answers: list[_Answer | None] | None = None
+        self._counts = DeviceStatistics()
 
-    def _fits(self, blocks: RowBlocks) -> bool:
-        return blocks.version == self.offloader.blocks.version
+    @property
+    def taken(self) -> Foldable:
+        """See ``Ticket``."""
+        return self._work.pages
+
+    @property
+    def progress(self) -> int:
+        """See ``Ticket``: calls have deadlines of their own."""
+        return 0
+
+    @property
+    def statistics(self) -> DeviceStatistics:
+        """See ``Ticket``."""
+        return self._counts
+
+    def call(self, node: int, message: Attend, tokens: torch.Tensor | None) -> bool:
+        """Call a node about its part of the blocks, with these query ``tokens``, or all. False: it
+        is out of reach."""
+        made = self._device.call(node, self._blocks, message, tokens)
+        if made is None:
+            return False
+        self._calls.append(made)
+        selection_bytes = len(message.selection) + len(message.masks)
+        self._counts += DeviceStatistics(1, len(message.query), selection_bytes)
+        return True
+
+    def done(self) -> bool:
+        """See ``Ticket``."""
+        return self._answers is not None
+
+    def wait(self, timeout_s: float) -> bool:
+        """See ``Ticket``. It ends by the deadlines of the calls, whatever the time."""
+        del timeout_s
+        if self._answers is None:
+            self._answers = [self._device.take(call, self._work.query) for call in self._calls]
+            for answer in self._answers:
+                if answer is not None:
+                    self._counts += answer.counts
+            self._device.count(self._counts)
+        return True
+
+    def partials(self) -> list[PartialState]:
+        """See ``Ticket``."""
+        return [answer.part for answer in self._answers or () if answer is not None]
+
+    def left(self) -> Foldable | None:
+        """See ``Ticket``."""
+        raise NotImplementedError
+
+    def withdraw(self, timeout_s: float) -> bool:
+        """See ``Ticket``: nodes do not touch the store of the engine."""
+        del timeout_s
+        return True
 
 
-@dataclass(slots=True)
-class NodeContext:
-    """Contexts of a layer that nodes attend to. See ``LayerContext``.
+class _WholeTicket(NodeTicket):
+    """Work about contexts that are attended to as a whole."""
 
-    Attributes:
-        streamed: The same, attended to by who folds them.
-        rows: Of the step.
-        following: Layer whose contexts come next; -1: none.
-    """
-
-    streamed: StreamedContext
-    rows: NodeRows
-    following: int = -1
-    _blocks: RowBlocks | None = None
-    _calls: list[_Call] = field(default_factory=list)
-
-    def begin(self, query: torch.Tensor, scale: float) -> None:
-        """See ``LayerContext``."""
-        began = time.perf_counter()
-        streamed, batch = self.streamed, self.streamed.batch
-        away = streamed.stream.away(streamed.layer)
-        if not len(away.slots):
-            return
-        blocks = self._blocks = self.rows.of(away, away.slots, away.row)
-        place = np.full(int(batch.stream_row.max()) + 1, -1, dtype=np.int64)
-        place[batch.stream_row] = np.arange(len(batch.stream_row))
-        host = query if query.is_cpu else query.cpu()
-        offloader = self.rows.offloader
-        for node, part in blocks.at.items():
-            of_batch = place[part.rows]
-            counts = batch.query_count[of_batch].astype(np.int64)
-            tokens = _tokens(batch.query_begin[of_batch].astype(np.int64), counts)
-            every = np.array_equal(tokens, np.arange(batch.tokens))
-            index = None if every else torch.from_numpy(tokens)
-            message = Attend(
-                streamed.layer,
-                scale,
-                part.packed,
-                _bytes(host if index is None else host[index]),
-                b"" if (counts == 1).all() else pack(counts),
-                following=self.following,
-            )
-            call = offloader.call(node, blocks, message, index)
-            if call is not None:
-                self._calls.append(call)
-        offloader.count_here(time.perf_counter() - began)
-
-    def fold(
+    def __init__(
         self,
-        kernels: AttentionKernels,
-        query: torch.Tensor,
-        state: PartialState,
-        scale: float,
-        clock: StepClock,
-    ) -> None:
-        """See ``LayerContext``."""
-        streamed = self.streamed
-        away, here = streamed.split()
-        if here.pairs:
-            here.fold(kernels, query, state, scale, clock)
-        blocks = self._blocks
-        if blocks is None:
-            return
-        began = time.perf_counter()
-        left = self._left(blocks)
-        for call in self._calls:
-            missed = self.rows.offloader.take(call, state)
-            if missed is None:
-                left[call.part.which] |= self._of_node(blocks, call.part, call.node)
-            elif len(missed.slots):
-                self._mark(left, blocks, missed)
-        clock.lap(WAIT)
-        self.rows.offloader.count_here(time.perf_counter() - began)
-        if left.any():
-            self._read(away, blocks, left, kernels, query, state, scale, clock)
-
-    def _left(self, blocks: RowBlocks) -> NDArray[np.bool_]:
-        """Mask of blocks and KV heads that no node was asked for, [m, heads]."""
-        layout = self.streamed.layout
-        if blocks.whole and len(self._calls) == len(blocks.at):
-            return np.zeros((len(blocks.slots), layout.kv_heads), dtype=np.bool_)
-        asked = [call.node for call in self._calls]
-        node = self._nodes(blocks, slice(None))
-        left: NDArray[np.bool_] = ~np.isin(node, asked)
-        return left
-
-    def _nodes(self, blocks: RowBlocks, which: slice | I64) -> NDArray[np.int8]:
-        """Node of each KV head of the layer of some blocks, [k, heads]."""
-        layout = self.streamed.layout
-        pages = layout.kv_heads * layout.groups
-        first = self.streamed.layer * pages
-        return blocks.nodes[which, first : first + pages : layout.groups]
-
-    def _of_node(self, blocks: RowBlocks, part: NodePart, node: int) -> NDArray[np.bool_]:
-        mine: NDArray[np.bool_] = self._nodes(blocks, part.which) == node
-        return mine
-
-    def _mark(self, left: NDArray[np.bool_], blocks: RowBlocks, missed: _Missed) -> None:
-        layout = self.streamed.layout
-        head = missed.numbers // layout.groups % layout.kv_heads
-        for slot, one in {*zip(missed.slots.tolist(), head.tolist(), strict=True)}:
-            left[blocks.slots == slot, one] = True
-
-    def _read(
-        self,
-        away: StreamedContext,
+        device: NodeDevice,
+        work: ContextWork,
+        pages: StreamedContext,
         blocks: RowBlocks,
-        left: NDArray[np.bool_],
-        kernels: AttentionKernels,
+    ):
+        super().__init__(device, work, blocks)
+        self._pages = pages
+
+    def left(self) -> _LeftHeads | None:
+        """See ``Ticket``."""
+        blocks, layout = self._blocks, self._pages.layout
+        if blocks.whole and len(self._calls) == len(blocks.at):
+            left = np.zeros((len(blocks.slots), layout.kv_heads), dtype=np.bool_)
+        else:
+            asked = [call.node for call in self._calls]
+            left = ~np.isin(self._nodes(slice(None)), asked)
+        for call, answer in zip(self._calls, self._answers or (), strict=True):
+            if answer is None:
+                which = call.part.which
+                left[which] |= self._nodes(which) == call.node
+                continue
+            head = answer.numbers // layout.groups % layout.kv_heads
+            for slot, one in {*zip(answer.slots.tolist(), head.tolist(), strict=True)}:
+                left[blocks.slots == slot, one] = True
+        return _LeftHeads(self._pages, blocks.slots, left) if left.any() else None
+
+    def _nodes(self, which: slice | I64) -> NDArray[np.int8]:
+        """Node of each KV head of the layer of some blocks, [k, heads]."""
+        layout = self._pages.layout
+        pages = layout.kv_heads * layout.groups
+        first = self._pages.layer * pages
+        return self._blocks.nodes[which, first : first + pages : layout.groups]
+
+
+@dataclass(frozen=True, slots=True)
+class _LeftHeads:
+    """Blocks of whole contexts that nodes did not attend to. See ``Foldable``.
+
+    Attributes:
+        away: All that nodes were to attend to.
+        slots: Of the blocks, [m].
+        left: Mask of their KV heads that are left, [m, heads].
+    """
+
+    away: StreamedContext
+    slots: I64
+    left: NDArray[np.bool_]
+
+    def fold_by(
+        self,
+        kernels: ContextKernels,
         query: torch.Tensor,
         state: PartialState,
         scale: float,
         clock: StepClock,
+        lease: AbstractContextManager[None],
     ) -> None:
-        """Read what nodes did not attend to, and attend to it, KV heads that go together at a
-        time."""
-        sets, of = np.unique(left, axis=0, return_inverse=True)
+        """See ``Foldable``: reads the blocks, KV heads that go together at a time."""
+        away = self.away
+        sets, of = np.unique(self.left, axis=0, return_inverse=True)
         for number, heads in enumerate(sets):
             if not heads.any():
                 continue
-            slots = np.unique(blocks.slots[of.ravel() == number])
-            away.stream.bring(away.layer, slots)
+            away.stream.bring(away.layer, np.unique(self.slots[of.ravel() == number]))
             part = PartialState(
                 torch.full_like(state.m, -torch.inf),
                 torch.zeros_like(state.l),
                 torch.zeros_like(state.acc),
             )
-            away.fold(kernels, query, part, scale, clock)
+            away.fold_by(kernels, query, part, scale, clock, lease)
             each = part.m.shape[1] // len(heads)
             others = torch.from_numpy(np.repeat(~heads, each)).to(part.m.device)
             part.m[:, others], part.l[:, others], part.acc[:, others] = -torch.inf, 0.0, 0.0
-            kernels.merge(state, part)
+            select_kernels(state.acc.device).merge(state, part)
             clock.lap(MERGE)
+
+    def restart(self) -> None:
+        """See ``Foldable``."""
+        self.away.restart()
+
+
+class _ChosenTicket(NodeTicket):
+    """Work about chosen pages."""
+
+    def __init__(
+        self,
+        device: NodeDevice,
+        work: ContextWork,
+        pages: ChosenPages,
+        blocks: RowBlocks,
+        node: I64,
+    ):
+        """``node``: of each of the pages; those that are :data:`HERE` are the step's own."""
+        super().__init__(device, work, blocks)
+        self._pages, self._node = pages, node
+
+    def begun(self) -> None:
+        """All calls have been made: pages without a call are the step's own."""
+        if len(here := np.flatnonzero(self._node == HERE)):
+            self.own = self._pages.some(here)
+
+    @property
+    def taken(self) -> Foldable:
+        """See ``Ticket``."""
+        return self._pages.some(np.flatnonzero(self._node != HERE))
+
+    def left(self) -> ChosenPages | None:
+        """See ``Ticket``."""
+        asked, pages = self._pages.wanted.pages, self._blocks.nodes.shape[1]
+        again = np.zeros(len(self._node), dtype=np.bool_)
+        for call, answer in zip(self._calls, self._answers or (), strict=True):
+            if answer is None:
+                again |= self._node == call.node
+            elif len(answer.slots):
+                names = answer.slots * pages + answer.numbers
+                theirs = np.isin(asked.slots * pages + asked.numbers, names)
+                again |= (self._node == call.node) & theirs
+        return self._pages.some(np.flatnonzero(again)) if again.any() else None
+
+
+def _call_whole(device: NodeDevice, work: ContextWork, pages: StreamedContext) -> NodeTicket:
+    """Have nodes attend to contexts without a frame."""
+    stream, batch, layer = pages.stream, pages.batch, pages.layer
+    away = stream.away(layer)
+    blocks = device.places(away, away.slots, away.row, work.requests)
+    ticket = _WholeTicket(device, work, pages, blocks)
+    place = np.full(int(batch.stream_row.max()) + 1, -1, dtype=np.int64)
+    place[batch.stream_row] = np.arange(len(batch.stream_row))
+    host = work.query if work.query.is_cpu else work.query.cpu()
+    for node, part in blocks.at.items():
+        of_batch = place[part.rows]
+        counts = batch.query_count[of_batch].astype(np.int64)
+        tokens = _tokens(batch.query_begin[of_batch].astype(np.int64), counts)
+        every = np.array_equal(tokens, np.arange(batch.tokens))
+        index = None if every else torch.from_numpy(tokens)
+        message = Attend(
+            layer,
+            work.scale,
+            part.packed,
+            _bytes(host if index is None else host[index]),
+            b"" if (counts == 1).all() else pack(counts),
+            following=stream.following(layer),
+        )
+        ticket.call(node, message, index)
+    return ticket
 
 
 def _check(states: NDArray[np.float32], length: int) -> None:
@@ -608,59 +676,37 @@ def _tokens(begin: I64, counts: I64) -> I64:
     return found
 
 
-def attend_chosen(
-    rows: NodeRows, work: ContextWork, pages: ChosenPages, state: PartialState, clock: StepClock
-) -> None:
-    """Have nodes attend to chosen pages without a frame, and fold all of them into ``state``."""
-    began = time.perf_counter()
+def _call_chosen(device: NodeDevice, work: ContextWork, pages: ChosenPages) -> NodeTicket:
+    """Have nodes attend to chosen pages without a frame."""
     contexts, wanted = pages.contexts, pages.wanted
     away = np.flatnonzero(~contexts.framed)
     row = np.searchsorted(contexts.end, away, side="right")
-    of_step = contexts.rows[row]
-    blocks = rows.of(contexts, contexts.slots[away], of_step)
+    blocks = device.places(contexts, contexts.slots[away], contexts.rows[row], work.requests)
     place = np.full(len(contexts.slots), -1, dtype=np.int64)
     place[away] = np.arange(len(away))
     entry = place[wanted.blocks]
     node = np.full(len(entry), HERE, dtype=np.int64)
     there = np.flatnonzero(entry >= 0)
     node[there] = blocks.nodes[entry[there], wanted.pages.numbers[there]]
-    calls = []
+    ticket = _ChosenTicket(device, work, pages, blocks, node)
     for number, part in blocks.at.items():
         if (mine := np.flatnonzero(node == number)).size:
-            call = _call_chosen(rows, work, pages, (blocks, number, part), entry, mine)
-            if call is None:
+            message, index = _ask_for(work, pages, (blocks, number, part), entry, mine)
+            if not ticket.call(number, message, index):
                 node[mine] = HERE
-            else:
-                calls.append(call)
-    rows.offloader.count_here(time.perf_counter() - began)
-    kernels = select_page_kernels(work.query.device)
-    here = np.flatnonzero(node == HERE)
-    if len(here):
-        pages.some(here).fold(kernels, work.query, state, work.scale, clock)
-    again = np.zeros(len(node), dtype=np.bool_)
-    for call in calls:
-        missed = rows.offloader.take(call, state)
-        if missed is None:
-            again |= node == call.node
-        elif len(missed.slots):
-            names = missed.slots * blocks.nodes.shape[1] + missed.numbers
-            asked = wanted.pages.slots * blocks.nodes.shape[1] + wanted.pages.numbers
-            again |= (node == call.node) & np.isin(asked, names)
-    clock.lap(WAIT)
-    if again.any():
-        pages.some(np.flatnonzero(again)).fold(kernels, work.query, state, work.scale, clock)
-        clock.lap(ATTEND)
+    ticket.begun()
+    return ticket
 
 
-def _call_chosen(
-    rows: NodeRows,
+def _ask_for(
     work: ContextWork,
     pages: ChosenPages,
     at: tuple[RowBlocks, int, NodePart],
     entry: I64,
     mine: I64,
-) -> _Call | None:
-    """Ask one node for the chosen pages ``mine``, whose blocks are ``entry``."""
+) -> tuple[Attend, torch.Tensor | None]:
+    """Message for one node about the chosen pages ``mine``, whose blocks are ``entry``, and the
+    query tokens in it; None: all."""
     blocks, node, part = at
     count = pages.layer_pages
     first = pages.layer * count
@@ -686,4 +732,4 @@ def _call_chosen(
         selection=np.packbits(bits >= 0).tobytes(),
         masks=masks,
     )
-    return rows.offloader.call(node, blocks, message, index)
+    return message, index

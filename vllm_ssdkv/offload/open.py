@@ -4,83 +4,45 @@ from __future__ import annotations
 
 import logging
 
-from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.config.offload import OffloadConfig
-from vllm_ssdkv.fpga_offload.backend import Backend
-from vllm_ssdkv.fpga_offload.csim import CsimBackend
-from vllm_ssdkv.fpga_offload.description import KernelShape
-from vllm_ssdkv.fpga_offload.rtlsim import RtlsimBackend
-from vllm_ssdkv.fpga_offload.xrt.backend import XrtBackend
-from vllm_ssdkv.offload.fpga import FpgaDevice, SharedBackend
-from vllm_ssdkv.offload.host import HostDevice
+from vllm_ssdkv.config.offload import DEVICES, OffloadConfig
 from vllm_ssdkv.offload.offloader import Offloader
-from vllm_ssdkv.offload.protocol import ContextDevice
-from vllm_ssdkv.offload.testing.drive_timing import DRIVES
-from vllm_ssdkv.offload.testing.faulty import FaultyDevice
-from vllm_ssdkv.offload.testing.throttled import ThrottledDevice
-from vllm_ssdkv.offload.testing.throttled_drives import ThrottledDrives
+from vllm_ssdkv.offload.protocol import ContextDevice, ContextDeviceClass, DeviceSetup
 
 logger = logging.getLogger(__name__)
 
 
-def open_fpga(config: OffloadConfig, shape: KernelShape, rank: int) -> Backend:
-    """Open the backend that the options ask for; none stands in for another.
+def open_offloader(setup: DeviceSetup, deadline_s: float) -> Offloader:
+    """Open the device that the options name, inside the twins that they ask for.
 
     Args:
-        config: The options, of kind "fpga".
-        shape: Of the model's kernels.
-        rank: Of the worker: each has its own card.
+        setup: See :class:`DeviceSetup`.
+        deadline_s: See :class:`Offloader`.
 
     Raises:
-        FpgaError: there is no such backend here, or its kernels do not load; the text says why.
+        SSDKVError: the device cannot be opened.
     """
-    backend: Backend
-    if config.backend == "csim":
-        backend = CsimBackend(shape)
-    elif config.backend == "rtlsim":
-        backend = RtlsimBackend(shape)
-    else:
-        if config.xclbin is None:
-            raise ValueError("the options have checked that there is an xclbin")
-        backend = XrtBackend.open(config.xclbin, config.card + rank, shape, config.kernel_deadline)
-    logger.info("ssdkv: offload: the FPGA is %s, kernels of %s", backend.name, shape)
-    return SharedBackend(backend, config.kernel_deadline)
+    options = setup.options
+    found: type[ContextDeviceClass] = DEVICES.resolve(options.kind)
+    device = _inside_twins(found.open(setup), options)
+    logger.info("ssdkv: offload: contexts are attended to by %s", device.name)
+    return Offloader(device, deadline_s, setup.counters, options.share)
 
 
-def open_offloader(
-    config: OffloadConfig,
-    workers: int,
-    deadline_s: float,
-    counters: Counters,
-    fpga: Backend | None = None,
-) -> Offloader:
-    """Start the device that the options ask for, inside the twins that they ask for.
-
-    Args:
-        config: The options.
-        workers: Of the engine, which share the machine.
-        deadline_s: See :class:`Offloader`. That of an FPGA's kernel comes on top.
-        counters: Of the rank.
-        fpga: Of :func:`open_fpga`, with kind "fpga".
-
-    Raises:
-        UnsupportedError: the native kernels do not load.
-    """
-    threads = 1 if fpga is not None else config.threads_of(workers)
-    device: ContextDevice
-    if fpga is not None:
-        deadline_s += config.kernel_deadline
-        device = FpgaDevice(fpga, counters)
-    else:
-        device = HostDevice(threads)
-    throttle = config.throttle
+def _inside_twins(device: ContextDevice, options: OffloadConfig) -> ContextDevice:
+    throttle = options.throttle
     if throttle is not None and throttle.profile is not None:
+        from vllm_ssdkv.offload.testing.drive_timing import DRIVES
+        from vllm_ssdkv.offload.testing.throttled_drives import ThrottledDrives
+
         timing = DRIVES[throttle.profile]
         device = ThrottledDrives(device, timing, throttle.drives, throttle.dilation)
     elif throttle is not None:
+        from vllm_ssdkv.offload.testing.throttled import ThrottledDevice
+
         bandwidth = None if throttle.bandwidth is None else float(throttle.bandwidth)
         device = ThrottledDevice(device, bandwidth, throttle.latency)
-    if config.fault is not None:
-        device = FaultyDevice(device, config.fault)
-    logger.info("ssdkv: offload: contexts are attended to by %s, %d threads", device.name, threads)
-    return Offloader(device, deadline_s, counters, config.share)
+    if options.fault is not None:
+        from vllm_ssdkv.offload.testing.faulty import FaultyDevice
+
+        device = FaultyDevice(device, options.fault)
+    return device

@@ -10,11 +10,11 @@ parts of one context.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -22,9 +22,20 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.base.errors import WithdrawnError
 from vllm_ssdkv.kernels.dense import BlockAttention
-from vllm_ssdkv.kernels.operands.block_layout import PartialState
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState
 from vllm_ssdkv.kernels.paged import PageAttention
 from vllm_ssdkv.kernels.step_clock import StepClock
+
+if TYPE_CHECKING:
+    from vllm_ssdkv.base.metrics import Counters
+    from vllm_ssdkv.config.engine import SSDKVConfig
+    from vllm_ssdkv.config.offload import OffloadConfig
+    from vllm_ssdkv.node.client.node_drives import NodeDrives
+    from vllm_ssdkv.sparse.protocol import Selector
+    from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
+    from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
+    from vllm_ssdkv.store.open_store import OpenStore
+    from vllm_ssdkv.store.read.peer_path import ReadPath
 
 
 class Lease:
@@ -76,18 +87,52 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class HostKernels:
-    """Kernels that read pages in memory of the host."""
+class ContextKernels:
+    """Kernels of one device that attend to pages in memory."""
 
     dense: BlockAttention
     paged: PageAttention
 
 
-class ContextPages(Protocol):
+class Foldable(Protocol):
+    """Pages that can be brought into memory, checked, and attended to."""
+
+    def fold_by(
+        self,
+        kernels: ContextKernels,
+        query: torch.Tensor,
+        state: PartialState,
+        scale: float,
+        clock: StepClock,
+        lease: AbstractContextManager[None],
+    ) -> None:
+        """Fold every page into ``state``, as pages arrive. Blocks for I/O, with its deadlines.
+
+        The calling thread uses the store's tables within the ``lease`` only.
+
+        Args:
+            kernels: They run on the calling thread.
+            query: Where the kernels read it, [T, Hq, D].
+            state: Of these queries, beside them.
+            scale: Of the logits.
+            clock: Gets the time of waiting and attending.
+            lease: See :class:`Lease`.
+
+        Raises:
+            WithdrawnError: the pages are somebody else's now.
+        """
+        ...
+
+    def restart(self) -> None:
+        """Have :meth:`fold_by` begin anew, after a call that was given up."""
+        ...
+
+
+class ContextPages(Foldable, Protocol):
     """Pages of one layer, with the rows that attend to them.
 
-    A device in this process has them brought into memory, and checked, by :meth:`fold`. Another one
-    resolves :attr:`slots` itself.
+    A device in this process has them brought by :meth:`fold_by`. Another one resolves
+    :attr:`slots` itself.
     """
 
     @property
@@ -105,33 +150,6 @@ class ContextPages(Protocol):
         """Bytes that name the pages: one bit for each there is, if some were chosen."""
         ...
 
-    def fold_on_host(
-        self,
-        kernels: HostKernels,
-        query: torch.Tensor,
-        state: PartialState,
-        scale: float,
-        clock: StepClock,
-        lease: AbstractContextManager[None],
-    ) -> None:
-        """Fold every page into ``state``, as pages arrive. Blocks for I/O, with its deadlines.
-
-        The calling thread uses the store's tables within the ``lease`` only. A second call, after
-        one that was given up, begins anew.
-
-        Args:
-            kernels: They run on the calling thread.
-            query: On the host, [T, Hq, D].
-            state: Of these queries, on the host.
-            scale: Of the logits.
-            clock: Gets the time of waiting and attending.
-            lease: See :class:`Lease`.
-
-        Raises:
-            WithdrawnError: the pages are somebody else's now.
-        """
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class ContextWork:
@@ -141,15 +159,59 @@ class ContextWork:
         query: [T, Hq, D], on the device that computes the model. Nobody writes to it.
         pages: What they attend to; they know the rows.
         scale: Of the logits.
+        requests: Name of the request of each row of the step.
     """
 
     query: torch.Tensor
     pages: ContextPages
     scale: float
+    requests: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStatistics:
+    """Counts of a device since its start, or of one ticket. They add up.
+
+    Attributes:
+        tickets: Pieces of work.
+        query_bytes, selection_bytes, partial_bytes: To the device, and back.
+        wait_s, attend_s: Seconds for which the device waited for pages, and attended.
+        late: Pieces of work that took longer than a model of the device allows.
+    """
+
+    tickets: int = 0
+    query_bytes: int = 0
+    selection_bytes: int = 0
+    partial_bytes: int = 0
+    wait_s: float = 0.0
+    attend_s: float = 0.0
+    late: int = 0
+
+    def __add__(self, other: DeviceStatistics) -> DeviceStatistics:
+        """Counts of both."""
+        return DeviceStatistics(
+            self.tickets + other.tickets,
+            self.query_bytes + other.query_bytes,
+            self.selection_bytes + other.selection_bytes,
+            self.partial_bytes + other.partial_bytes,
+            self.wait_s + other.wait_s,
+            self.attend_s + other.attend_s,
+            self.late + other.late,
+        )
 
 
 class Ticket(Protocol):
     """Work that was handed to a device. Belongs to the thread that handed it in."""
+
+    @property
+    def own(self) -> Foldable | None:
+        """Part of the work that the device leaves to that thread from the start."""
+        ...
+
+    @property
+    def taken(self) -> Foldable:
+        """The rest, which the device attends to."""
+        ...
 
     @property
     def progress(self) -> int:
@@ -157,13 +219,8 @@ class Ticket(Protocol):
         ...
 
     @property
-    def devices(self) -> int:
-        """Devices that hold pages of the work: each gets the queries, and sends its own states."""
-        ...
-
-    @property
-    def seconds(self) -> tuple[float, float]:
-        """Seconds for which the device waited for pages, and attended. Of work that is done."""
+    def statistics(self) -> DeviceStatistics:
+        """Counts of this work, once it is done."""
         ...
 
     def done(self) -> bool:
@@ -174,12 +231,17 @@ class Ticket(Protocol):
         """Wait for the end; False: it did not come in this time."""
         ...
 
-    def partials(self) -> PartialState:
-        """States of all queries, over the pages of this work only, on the host. Once it is done.
+    def partials(self) -> Sequence[PartialState]:
+        """States on the host of all queries, over disjoint parts of what was :attr:`taken`. Once it
+        is done.
 
         Raises:
             Exception: the device's own, in place of an answer.
         """
+        ...
+
+    def left(self) -> Foldable | None:
+        """Part of what was :attr:`taken` that the states lack after all. Once it is done."""
         ...
 
     def withdraw(self, timeout_s: float) -> bool:
@@ -188,23 +250,113 @@ class Ticket(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceCaps:
+    """Abilities of a device.
+
+    Attributes:
+        elsewhere: It has the bytes of all blocks without a frame, and attends to these; the step's
+            thread attends to the others, and no share is measured. False: pages come by the step's
+            stream, and a share of all blocks is the device's.
+        max_tokens: Query tokens of a piece of work, at most; None: any number.
+        chooses: It chooses pages by channels of K, see :meth:`ContextDevice.selector`.
+        silent_s: Seconds beyond those of slow drives for which it may show no progress.
+    """
+
+    elsewhere: bool = False
+    max_tokens: int | None = None
+    chooses: bool = False
+    silent_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSetup:
+    """Surroundings of a device that is opened.
+
+    Attributes:
+        config: The options.
+        options: Of these, the group ``offload``.
+        counters: Of the rank.
+        rank: Of the worker.
+        workers: Of the engine, which share the machine.
+        layout: Of a block of a context, as the store has it.
+        query_heads: Of the rank.
+        opened: Files and memory of the rank.
+        checksums: Digests of the pages in them.
+        drives: Nodes that have the slots; None: the rank's own files have them.
+    """
+
+    config: SSDKVConfig
+    options: OffloadConfig
+    counters: Counters
+    rank: int
+    workers: int
+    layout: BlockLayout
+    query_heads: int
+    opened: OpenStore
+    checksums: ChecksumTable
+    drives: NodeDrives | None
+
+
 class ContextDevice(Protocol):
-    """A device that attends. Any thread may call; any number of tickets may be in flight."""
+    """A device that attends. Any number of tickets may be in flight.
+
+    Attributes:
+        name: For the log.
+        caps: Abilities, which never change.
+        peer: Path of pages into the device's memory; None: they come through the host's.
+    """
 
     name: str
+    caps: DeviceCaps = DeviceCaps()
+    peer: ReadPath | None = None
+
+    @property
+    def in_use(self) -> int:
+        """Devices that can be had now; 0: steps do without."""
+        return 1
 
     def submit(self, work: ContextWork) -> Ticket:
-        """Hand in work. Never blocks."""
+        """Hand in work. Does not wait for it."""
         ...
+
+    def selector(self, inner: SparfSelector) -> Selector:
+        """The device as who chooses in the place of ``inner``, with the same result, if its caps
+        say that it can."""
+        return inner
 
     def reclaim(self, slots: NDArray[np.int64]) -> None:
         """These slots get other bytes: what the device keeps of them is void."""
-        ...
+        del slots
 
-    def statistics(self) -> Mapping[str, float]:
-        """Counts since the start: ``tickets``, ``wait_seconds``, ``attend_seconds``."""
+    def end_step(self) -> None:
+        """A step with contexts has ended."""
+        return
+
+    def statistics(self) -> DeviceStatistics:
+        """Counts since the start."""
         ...
 
     def close(self, timeout_s: float) -> bool:
         """End its threads. False: one still runs, and may read pages."""
         ...
+
+
+class ContextDeviceClass(ContextDevice, Protocol):
+    """Class of a device that ``offload.kind`` can name: registered, or as ``module:Class``."""
+
+    @classmethod
+    def open(cls, setup: DeviceSetup) -> ContextDevice:
+        """Open the device.
+
+        Raises:
+            SSDKVError: there is none here, or it does not work; the text says why.
+        """
+        ...
+
+    @classmethod
+    def problem(cls, head_size: int, dtype: torch.dtype) -> str:
+        """Reason for the device not to serve such heads; empty if it does. Asked before the engine
+        starts."""
+        del head_size, dtype
+        return ""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from vllm_ssdkv.kernels.operands.block_layout import PartialState
-from vllm_ssdkv.offload.protocol import ContextWork, Lease
+from vllm_ssdkv.offload.protocol import ContextPages, ContextWork, DeviceStatistics, Lease
 
 
 class LocalTicket:
@@ -17,10 +17,13 @@ class LocalTicket:
     Attributes:
         work: What to do.
         lease: Under which the device uses the store.
-        seconds: See ``Ticket``; set before the end.
+        seconds: For which the device waited for pages, and attended; set before the end.
+        own: See ``Ticket``.
     """
 
     __slots__ = ("_ended", "_error", "_state", "lease", "seconds", "work")
+
+    own = None
 
     def __init__(self, work: ContextWork):
         self.work = work
@@ -38,9 +41,18 @@ class LocalTicket:
         return self.lease.turns
 
     @property
-    def devices(self) -> int:
+    def taken(self) -> ContextPages:
         """See ``Ticket``."""
-        return 1
+        return self.work.pages
+
+    @property
+    def statistics(self) -> DeviceStatistics:
+        """See ``Ticket``."""
+        query, pages = self.work.query, self.work.pages
+        tokens, heads, head_size = query.shape
+        partial_bytes = 4 * tokens * heads * (head_size + 2)
+        sent = query.nbytes, pages.selection_bytes
+        return DeviceStatistics(1, *sent, partial_bytes, *self.seconds)
 
     def done(self) -> bool:
         """See ``Ticket``."""
@@ -53,13 +65,16 @@ class LocalTicket:
         self._ended.release()
         return True
 
-    def partials(self) -> PartialState:
+    def partials(self) -> list[PartialState]:
         """See ``Ticket``."""
         if self._error is not None:
             raise self._error
         if self._state is None:
             raise RuntimeError("the device has not answered yet")
-        return self._state
+        return [self._state]
+
+    def left(self) -> None:
+        """See ``Ticket``."""
 
     def withdraw(self, timeout_s: float) -> bool:
         """See ``Ticket``."""

@@ -6,7 +6,6 @@ way while the first layer computes. The attention backend uses it layer by layer
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -15,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ssdkv.attention.exact import NO_CONTEXT, LayerContext, RowBatch, StreamedContext
-from vllm_ssdkv.attention.sparse import ChosenPages, SparseDecode
+from vllm_ssdkv.attention.sparse import SparseDecode
 from vllm_ssdkv.attention.sparse_deviation import SparseDeviation
 from vllm_ssdkv.base.errors import StepError
 from vllm_ssdkv.base.metrics import Counters
@@ -26,9 +25,8 @@ from vllm_ssdkv.connector.worker.step_keys import CHOICE_KEYS, STEP_KEYS
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState
 from vllm_ssdkv.kernels.paged import select_page_kernels
 from vllm_ssdkv.kernels.step_clock import AttentionClock, StepClock
-from vllm_ssdkv.offload.node import NodeContext, NodeOffloader, NodeRows, attend_chosen
-from vllm_ssdkv.offload.offloader import OffloadedContext, Offloader, Outcome
-from vllm_ssdkv.offload.protocol import ContextWork
+from vllm_ssdkv.offload.offloader import Offloader
+from vllm_ssdkv.offload.protocol import ContextWork, Foldable
 from vllm_ssdkv.offload.xcache.x_cache import XCache
 from vllm_ssdkv.sparse.context_clusters import ContextClusters
 from vllm_ssdkv.sparse.prefetch import Prefetcher
@@ -53,7 +51,7 @@ class PagedStep:
         choices: SelectorRegistry | None = None,
         guesses: Prefetcher | None = None,
         deviation: SparseDeviation | None = None,
-        offloader: Offloader | NodeOffloader | None = None,
+        offloader: Offloader | None = None,
         x_cache: XCache | None = None,
     ):
         """``poisoned`` are requests that wait to be computed again: they get no context.
@@ -64,6 +62,7 @@ class PagedStep:
         are X need the ``x_cache``.
         Blocks while summaries are read, if any are."""
         self._rows = tuple(rows)
+        self._requests = [row.request_id for row in self._rows]
         self._by_block = {row.write_block: i for i, row in enumerate(self._rows)}
         self._layers = {name: i for i, name in enumerate(layout.layer_names)}
         self._payload_bytes = layout.geometry.payload_bytes
@@ -80,17 +79,13 @@ class PagedStep:
                 context = none
             contexts.append(context)
         self._offloader = offloader
-        self._offloads = (
-            offloader is not None
-            and offloader.in_use
-            and max(row.tokens for row in self._rows) <= OFFLOADED_TOKENS
-        )
-        self._nodes: NodeRows | None = None
-        """Rows whose contexts nodes attend to."""
-        if isinstance(offloader, NodeOffloader) and self._offloads:
-            self._offloads = offloader.takes(sum(row.tokens for row in self._rows))
-        if isinstance(offloader, NodeOffloader) and self._offloads:
-            self._nodes = NodeRows(offloader, [row.request_id for row in self._rows])
+        tokens = [row.tokens for row in self._rows]
+        self._near = None
+        """Who attends to the contexts of this step; None: the step's thread does."""
+        if offloader is not None and max(tokens) <= OFFLOADED_TOKENS:
+            self._near = offloader if offloader.takes(sum(tokens)) else None
+        elsewhere = self._near is not None and self._near.caps.elsewhere
+        if elsewhere:
             guesses = None
         self._lost = False
         """True if a device holds the step's contexts, and does not give them back."""
@@ -110,12 +105,12 @@ class PagedStep:
                 block_layout(layout, choices.page_tokens),
                 context_layers[choices.dense_layers :],
                 choices.means,
-                [row.request_id for row in self._rows],
+                self._requests,
                 None if deviation is None else deviation.of_step(),
                 guesses,
                 choices.kept,
                 choices.clusters,
-                self._attend_chosen if self._offloads else None,
+                None if self._near is None else self._attend_chosen,
             )
         self._clusters = None if choices is None else choices.clusters
         self._clustered: set[int] = (
@@ -130,16 +125,15 @@ class PagedStep:
             theirs = [c if x else none for c, x in zip(contexts, as_x, strict=True)]
             self._x_stream = store.stream_x(theirs, context_layers)
             contexts = [none if x else c for c, x in zip(contexts, as_x, strict=True)]
-        peer = offloader.peer if self._offloads and offloader is not None else None
+        peer = None if self._near is None else self._near.device.peer
         self._stream = store.stream(
             contexts,
             choosing,
             dense_layers,
             context_layers,
             peer,
-            elsewhere=self._nodes is not None,
+            elsewhere=elsewhere,
         )
-        self._following = dict(itertools.pairwise(context_layers))
 
     def rows_of(
         self, write_blocks: NDArray[np.int64], first: NDArray[np.int64]
@@ -180,34 +174,21 @@ class PagedStep:
     def _device_context(self, layer: int, batch: RowBatch, layout: BlockLayout) -> LayerContext:
         """Contexts that are K and V."""
         streamed = StreamedContext(self._stream, layer, batch, layout)
-        if not self._offloads or not self._stream.blocks(layer):
+        if self._near is None or not self._stream.blocks(layer):
             return streamed
-        if self._nodes is not None:
-            following = self._following.get(layer, -1)
-            if following >= 0 and self._stream.away(following) is not self._stream.away(layer):
-                following = -1
-            return NodeContext(streamed, self._nodes, following)
-        if not isinstance(self._offloader, Offloader):
-            return streamed
-        if not self._offloader.in_use:
-            self._stream.come_checked()
-            return streamed
-        return OffloadedContext(streamed, self._offloader, self._lose)
+        return self._near.context(streamed, self._requests, self._lose)
 
     def _attend_chosen(
         self,
         work: ContextWork,
         state: PartialState,
         clock: StepClock,
-        here: Callable[[], None],
+        here: Callable[[Foldable], None],
     ) -> None:
         """Have the device attend to chosen pages, or ``here``."""
-        offloader = self._offloader
-        if self._nodes is not None and isinstance(work.pages, ChosenPages):
-            attend_chosen(self._nodes, work, work.pages, state, clock)
-        elif not isinstance(offloader, Offloader) or not offloader.in_use:
-            here()
-        elif offloader.attend_or(here, work, state, clock) is Outcome.LOST:
+        if self._near is None:
+            here(work.pages)
+        elif not self._near.attend(work, state, here, clock):
             self._lose()
 
     def _lose(self) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -24,12 +24,14 @@ from vllm_ssdkv.sparse.context_clusters import ClusterOptions, ContextClusters
 from vllm_ssdkv.sparse.protocol import Budget, Selector
 from vllm_ssdkv.sparse.selection_reuse import SelectionReuse
 from vllm_ssdkv.sparse.selector_parts import SelectorParts
-
-if TYPE_CHECKING:
-    from vllm_ssdkv.sparse.selectors.fpga_sparf import FpgaChoice
+from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
 
 MAX_KNOWN: Final = 256
 """Different choices of requests that are kept ready. Clients may ask for any number."""
+
+
+NearSelector = Callable[[SparfSelector], Selector]
+"""Has the device that attends choose in the place of a selector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +51,10 @@ class SelectorGroup:
         config: SSDKVConfig,
         layout: KVLayout,
         device: torch.device,
-        fpga: FpgaChoice | None = None,
+        near: NearSelector | None = None,
     ) -> SelectorGroup | None:
         """As the options say, for queries on ``device``; None: by attending to everything. An
-        ``fpga`` chooses where the selector is `sparf`.
+        device that is ``near`` chooses where the selector is `sparf`.
 
         Raises:
             ConfigError: a guest needs summaries that the store does not have.
@@ -72,11 +74,8 @@ class SelectorGroup:
             partial(select_scoring_kernels, device),
         )
         selector: Selector = SELECTORS.resolve(config.selector).of(parts)
-        if fpga is not None and config.selector == "sparf":
-            from vllm_ssdkv.sparse.selectors.fpga_sparf import FpgaSparfSelector
-            from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
-
-            selector = FpgaSparfSelector(SparfSelector.of(parts), fpga)
+        if near is not None and config.selector == "sparf":
+            selector = near(SparfSelector.of(parts))
         if SELECTORS.is_guest(config.selector):
             _check_needs(selector, parts)
         return cls(selector, config.exact_below)
@@ -116,14 +115,14 @@ class SelectorRegistry:
         config: SSDKVConfig,
         layout: KVLayout,
         device: torch.device,
-        fpga: FpgaChoice | None = None,
+        near: NearSelector | None = None,
     ):
         """For queries on ``device``; see :meth:`SelectorGroup.of`.
 
         Raises:
             UnsupportedError: the device's kernels do not load.
         """
-        self._fpga = fpga
+        self._near = near
         self._config = config
         self._layout = layout
         self._device = device
@@ -144,7 +143,7 @@ class SelectorRegistry:
                 sparse.cluster_threshold, sparse.cluster_size, sparse.cluster_affinity, sinks
             ),
         )
-        self._own = SelectorGroup.of(config, layout, device, fpga)
+        self._own = SelectorGroup.of(config, layout, device, near)
         self._asked: OrderedDict[RequestOptions, SelectorGroup | None] = OrderedDict()
         for name in servable(config):
             if name != EXACT and SELECTORS.is_guest(name):
@@ -156,14 +155,14 @@ class SelectorRegistry:
         config: SSDKVConfig,
         layout: KVLayout,
         device: torch.device,
-        fpga: FpgaChoice | None = None,
+        near: NearSelector | None = None,
     ) -> SelectorRegistry | None:
         """As the options say; None: everybody attends to everything, whatever requests ask for.
 
         Raises:
             UnsupportedError: the device's kernels do not load.
         """
-        return None if config.selector == "exact" else cls(config, layout, device, fpga)
+        return None if config.selector == "exact" else cls(config, layout, device, near)
 
     def drop(self, request_id: str) -> None:
         """The request does not run any more, or what it computed last is not to be trusted."""
@@ -186,7 +185,7 @@ class SelectorRegistry:
             return self._own
         if asked not in self._asked:
             applied = asked.applied(self._config)
-            self._asked[asked] = SelectorGroup.of(applied, self._layout, self._device, self._fpga)
+            self._asked[asked] = SelectorGroup.of(applied, self._layout, self._device, self._near)
             if len(self._asked) > MAX_KNOWN:
                 self._asked.popitem(last=False)
         return self._asked[asked]

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.attention.sparse_deviation import SparseDeviation
-from vllm_ssdkv.base.errors import FpgaError, StoreError
 from vllm_ssdkv.base.metrics import TELL_INTERVAL_S, Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.kv_layout import KVLayout, block_layout
@@ -62,26 +61,21 @@ from vllm_ssdkv.connector.worker.selector_registry import SelectorRegistry
 from vllm_ssdkv.connector.worker.step_timer import StepTimer
 from vllm_ssdkv.connector.worker.stream_fence import StreamFence
 from vllm_ssdkv.connector.worker.token_ordering import TokenOrdering
-from vllm_ssdkv.fpga_offload.backend import Backend
 from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
-from vllm_ssdkv.offload.fpga import kernel_shape
-from vllm_ssdkv.offload.node import NodeOffloader
 from vllm_ssdkv.offload.offloader import Offloader
-from vllm_ssdkv.offload.open import open_fpga, open_offloader
+from vllm_ssdkv.offload.open import open_offloader
+from vllm_ssdkv.offload.protocol import DeviceSetup
 from vllm_ssdkv.offload.xcache.input_layout import InputLayout
 from vllm_ssdkv.offload.xcache.open_inputs import OpenInputs
 from vllm_ssdkv.offload.xcache.projected_context import InputProjector
 from vllm_ssdkv.offload.xcache.x_cache import XCache
 from vllm_ssdkv.offload.xcache.x_rule import XShape
 from vllm_ssdkv.sparse.prefetch import Prefetcher
-from vllm_ssdkv.sparse.selectors.fpga_sparf import FpgaChoice
-from vllm_ssdkv.store.io.engines.open import open_engine
-from vllm_ssdkv.store.io.engines.protocol import IoEngine
-from vllm_ssdkv.store.memory.arena import BorrowedArena
+from vllm_ssdkv.sparse.protocol import Selector
+from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
 from vllm_ssdkv.store.open_store import OpenStore
-from vllm_ssdkv.store.read.peer_path import ReadPath
 from vllm_ssdkv.store.tiered_store import TieredStore
 
 logger = logging.getLogger(__name__)
@@ -155,14 +149,12 @@ class SSDKVWorker:
         """Says how tokens of blocks that leave HBM are ordered; None: by position."""
         self.deviation: SparseDeviation | None = None
         """Set by benches: compares sparse attention with exact, in steps that begin later."""
-        self.offloader: Offloader | NodeOffloader | None = None
+        self.offloader: Offloader | None = None
         """Has a device attend to contexts, in steps that begin later; benches set their own."""
         self.x_cache: XCache | None = None
         """Keeps contexts as X, and projects them; None: none are stored so."""
         self.projector: LayerProjector | None = None
         """Of the layers, if there is an :attr:`x_cache`."""
-        self._peer_engine: IoEngine | None = None
-        """Reads into the memory of an FPGA."""
         self.layer_ended: Callable[[], None] | None = None
         """Set by benches: called when a layer has its attention."""
 
@@ -242,11 +234,10 @@ class SSDKVWorker:
             self._opened.pin(caches[0].device)
         if self.config.mode == "page":
             self._use_memory_of(caches[0].device)
-            fpga = self._open_fpga()
+            self.offloader = self._open_offloader()
             self._choices = SelectorRegistry.of(
-                self.config, self.layout, caches[0].device, self._fpga_choice(fpga, caches[0])
+                self.config, self.layout, caches[0].device, self._chosen_near(caches[0])
             )
-            self.offloader = self._open_offloader(fpga)
             if self._x_shape is not None:
                 self._open_x_cache(self._x_shape, caches[0].device)
             if self.config.orders_tokens:
@@ -320,78 +311,37 @@ class SSDKVWorker:
             places = self.store.device_places
             self.store.keep_on_device(summary_memory(held, places, layout, geometry))
 
-    def _open_fpga(self) -> Backend | None:
-        """The FPGA, if the options ask for one."""
-        options, layout = self.config.offload, self.layout
-        if options is None or options.kind != "fpga":
+    def _open_offloader(self) -> Offloader | None:
+        """The device that attends, if the options name one."""
+        rank, options, layout = self._opened, self.config.offload, self.layout
+        if options is None:
             return None
-        if self.config.encryption is not None:
-            logger.info(
-                "ssdkv: offload: the store is encrypted: pages are decrypted in memory of the host "
-                "before the FPGA gets them"
-            )
-        heads = layout.query_heads or layout.kv_heads
-        shape = kernel_shape(heads, layout.kv_heads, layout.head_size, layout.dtype)
-        return open_fpga(options, shape, self.rank)
+        if not isinstance(rank, EmbeddedRank):
+            raise TypeError("page mode needs the store in its own process")
+        setup = DeviceSetup(
+            self.config,
+            options,
+            self.counters,
+            self.rank,
+            layout.tp_size,
+            self.context_layout,
+            layout.query_heads or layout.kv_heads,
+            rank.opened,
+            self.store.checksums,
+            rank.drives,
+        )
+        # Its threads wait for reads: one deadline for each drive that hangs.
+        return open_offloader(setup, self.config.io.deadline * (len(rank.device_paths) + 1))
 
-    def _fpga_choice(self, fpga: Backend | None, cache: torch.Tensor) -> FpgaChoice | None:
-        """The FPGA as who chooses for `sparf`."""
-        if fpga is None or not self.config.scores_channels:
+    def _chosen_near(self, cache: torch.Tensor) -> Callable[[SparfSelector], Selector] | None:
+        """The device that attends as who chooses for `sparf`; None: it does not."""
+        near = self.offloader
+        if near is None or not near.caps.chooses or not self.config.scores_channels:
             return None
         if cache.is_cuda:
             logger.info("ssdkv: offload: the GPU chooses, which has the windows' keys")
             return None
-        count = functools.partial(self.counters.add, "offload_kernel_calls", kernel="sparf")
-        return FpgaChoice(fpga, count)
-
-    def _open_offloader(self, fpga: Backend | None) -> Offloader | NodeOffloader | None:
-        config, opened = self.config, self._opened
-        if config.offload is None:
-            return None
-        if config.offload.kind == "node":
-            return self._attend_on_nodes()
-        # Its threads wait for reads: one deadline for each drive that hangs.
-        deadline_s = config.io.deadline * (len(opened.device_paths) + 1)
-        workers = self.layout.tp_size
-        made = open_offloader(config.offload, workers, deadline_s, self.counters, fpga)
-        if fpga is not None and config.offload.peer:
-            made.peer = self._peer_path(fpga)
-        return made
-
-    def _attend_on_nodes(self) -> NodeOffloader:
-        """The nodes that have the slots as who attends to them."""
-        rank, layout = self._opened, self.layout
-        if not isinstance(rank, EmbeddedRank) or rank.drives is None:
-            raise TypeError("nodes attend to what they have, and the store is here")
-        return NodeOffloader(
-            self.store,
-            rank.drives,
-            self.context_layout,
-            layout.query_heads or layout.kv_heads,
-            rank.opened.num_slots,
-            # A drive of a node that hangs costs the node one deadline first.
-            2 * self.config.io.deadline,
-            self.counters,
-        )
-
-    def _peer_path(self, fpga: Backend) -> ReadPath | None:
-        """The way of pages into the FPGA's memory; None where the drives cannot write there."""
-        opened, options = self._own, self.config.io.engine_options()
-        pieces = opened.plan.staging_pieces
-        try:
-            memory = BorrowedArena(fpga.peer_memory(pieces * self.layout.geometry.layer_bytes))
-            fds, paths = [one.fd for one in opened.devices], opened.files.health.paths
-            engine = open_engine(options, fds, paths[: len(fds)], memory)
-            self._peer_engine = engine
-            return ReadPath.to_device(opened.files, engine, len(fds), memory, pieces)
-        except (FpgaError, StoreError, ValueError) as error:
-            logger.warning(
-                "ssdkv: offload: drives cannot write into the memory of %s: %s; pages come through "
-                "the host's memory",
-                fpga.name,
-                error,
-            )
-            return None
+        return near.device.selector
 
     def _open_x_cache(self, shape: XShape, device: torch.device) -> None:
         layout, store = self.layout, self.store
@@ -727,19 +677,15 @@ class SSDKVWorker:
         if self._choices is not None:
             for name, value in self._choices.gauges().items():
                 self.counters.set(name, value)
-        offloader = self.offloader
-        if self.x_cache is not None and self._x_shape and isinstance(offloader, Offloader):
-            storage = offloader.sharing.contexts.device_rate
+        if self.x_cache is not None and self._x_shape and self.offloader is not None:
+            storage = self.offloader.sharing.contexts.device_rate
             self._report.x_rates = self.x_cache.rates(self._x_shape, storage)
         self._opened.update_gauges()
 
     def close(self) -> None:
         """Write what is committed, stop the threads, release the files."""
         deadline_s = self.config.io.deadline
-        # Reads into the memory of an FPGA end before it is given back.
-        ended = self._peer_engine is None or self._peer_engine.close(deadline_s)
-        if ended and self.offloader is not None:
-            ended = self.offloader.close(deadline_s)
+        ended = self.offloader is None or self.offloader.close(deadline_s)
         ended = (self.layers is None or self.layers.close(deadline_s)) and ended
         if self._store is not None:
             self._store.close(read_elsewhere=not ended)

@@ -6,48 +6,61 @@ of work occupy the model one after the other.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-import numpy as np
-from numpy.typing import NDArray
+from vllm_ssdkv.offload.protocol import (
+    ContextDevice,
+    ContextPages,
+    ContextWork,
+    DeviceStatistics,
+    Ticket,
+)
+from vllm_ssdkv.offload.testing.wrapped import WrappedDevice, WrappedTicket
 
-from vllm_ssdkv.kernels.operands.block_layout import PartialState
-from vllm_ssdkv.offload.protocol import ContextDevice, ContextWork, Ticket
 
-
-class ThrottledTicket:
+class ThrottledTicket(WrappedTicket):
     """See ``Ticket``; ends when the model has, and the work.
 
     Args:
         inner: Of the device that does the work.
+        pages: Of the work.
         due: Answers, once the work is done, when the model ends.
         clock: Monotonic seconds.
-        devices: See ``Ticket``.
+        devices: Devices of the model that hold pages of the work: each gets the queries, and sends
+            a state.
     """
 
     def __init__(
         self,
         inner: Ticket,
+        pages: ContextPages,
         due: Callable[[], float],
         clock: Callable[[], float],
         devices: int = 1,
     ):
-        self._inner, self._due, self._clock = inner, due, clock
+        super().__init__(inner)
+        self._pages, self._due, self._clock = pages, due, clock
         self._begin = clock()
-        self.devices = devices
+        self._devices = devices
 
     @property
-    def progress(self) -> int:
+    def taken(self) -> ContextPages:
         """See ``Ticket``."""
-        return self._inner.progress
+        return self._pages
 
     @property
-    def seconds(self) -> tuple[float, float]:
+    def statistics(self) -> DeviceStatistics:
         """By the model, which waits where the work was done earlier."""
-        wait_s, attend_s = self._inner.seconds
-        return max(wait_s, self._due() - self._begin - attend_s), attend_s
+        counts = self._inner.statistics
+        return dataclasses.replace(
+            counts,
+            query_bytes=counts.query_bytes * self._devices,
+            partial_bytes=counts.partial_bytes * self._devices,
+            wait_s=max(counts.wait_s, self._due() - self._begin - counts.attend_s),
+        )
 
     def done(self) -> bool:
         """See ``Ticket``."""
@@ -63,16 +76,8 @@ class ThrottledTicket:
             time.sleep(pause)
         return self.done()
 
-    def partials(self) -> PartialState:
-        """See ``Ticket``."""
-        return self._inner.partials()
 
-    def withdraw(self, timeout_s: float) -> bool:
-        """See ``Ticket``."""
-        return self._inner.withdraw(timeout_s)
-
-
-class ThrottledDevice:
+class ThrottledDevice(WrappedDevice):
     """See ``ContextDevice``; wraps any device.
 
     Args:
@@ -89,29 +94,15 @@ class ThrottledDevice:
         latency_s: float,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._inner = inner
+        super().__init__(inner, f"throttled({inner.name})")
         self._per_byte = 0.0 if bandwidth is None else 1 / bandwidth
         self._latency_s = latency_s
         self._clock = clock
         self._free_at = -math.inf
-        self.name = f"throttled({inner.name})"
 
     def submit(self, work: ContextWork) -> Ticket:
         """See ``ContextDevice``."""
         cost = work.pages.nbytes * self._per_byte
         self._free_at = max(self._clock(), self._free_at) + cost
         due = self._free_at + self._latency_s
-        inner = self._inner.submit(work)
-        return ThrottledTicket(inner, lambda: due, self._clock, inner.devices)
-
-    def reclaim(self, slots: NDArray[np.int64]) -> None:
-        """See ``ContextDevice``."""
-        self._inner.reclaim(slots)
-
-    def statistics(self) -> Mapping[str, float]:
-        """See ``ContextDevice``; those of the wrapped device."""
-        return self._inner.statistics()
-
-    def close(self, timeout_s: float) -> bool:
-        """See ``ContextDevice``."""
-        return self._inner.close(timeout_s)
+        return ThrottledTicket(self._inner.submit(work), work.pages, lambda: due, self._clock)

@@ -8,10 +8,11 @@ drive that its :class:`DriveTiming` makes the last one.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -30,9 +31,16 @@ from vllm_ssdkv.kernels.operands.block_layout import (
 from vllm_ssdkv.kernels.operands.page_list import PageList
 from vllm_ssdkv.kernels.paged import PageAttention
 from vllm_ssdkv.kernels.step_clock import StepClock
-from vllm_ssdkv.offload.protocol import ContextDevice, ContextPages, ContextWork, HostKernels
+from vllm_ssdkv.offload.protocol import (
+    ContextDevice,
+    ContextKernels,
+    ContextPages,
+    ContextWork,
+    DeviceStatistics,
+)
 from vllm_ssdkv.offload.testing.drive_timing import DriveTiming
 from vllm_ssdkv.offload.testing.throttled import ThrottledTicket
+from vllm_ssdkv.offload.testing.wrapped import WrappedDevice
 from vllm_ssdkv.offload.tickets import empty_state
 
 
@@ -164,9 +172,9 @@ class _SpreadPages:
         """See ``ContextPages``."""
         return self._pages.selection_bytes
 
-    def fold_on_host(
+    def fold_by(
         self,
-        kernels: HostKernels,
+        kernels: ContextKernels,
         query: torch.Tensor,
         state: PartialState,
         scale: float,
@@ -175,17 +183,21 @@ class _SpreadPages:
     ) -> None:
         """See ``ContextPages``."""
         drives = _Drives(query, self._device.drives, self._device.timing)
-        spread = HostKernels(
+        spread = ContextKernels(
             _DenseKernels(kernels.dense, drives), _PageKernels(kernels.paged, drives)
         )
-        self._pages.fold_on_host(spread, query, state, scale, clock, lease)
+        self._pages.fold_by(spread, query, state, scale, clock, lease)
         merge = select_kernels(state.acc.device).merge
         for one in drives.states:
             merge(state, one)
         self.due = self._device.occupy(self._begun, drives.pages)
 
+    def restart(self) -> None:
+        """See ``ContextPages``."""
+        self._pages.restart()
 
-class ThrottledDrives:
+
+class ThrottledDrives(WrappedDevice):
     """See ``ContextDevice``; wraps a device of this process, which attends by its kernels.
 
     Args:
@@ -210,21 +222,20 @@ class ThrottledDrives:
         dilation: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._inner = inner
+        super().__init__(inner, f"{drives} drives({inner.name})")
         self.timing, self.drives = timing, drives
         self._dilation = dilation
         self._clock = clock
         self._free_at = [-math.inf] * drives
         self._lock = threading.Lock()
         self._late = 0
-        self.name = f"{drives} drives({inner.name})"
 
     def submit(self, work: ContextWork) -> ThrottledTicket:
         """See ``ContextDevice``."""
         pages = _SpreadPages(work.pages, self, self._clock())
         ticket = self._inner.submit(ContextWork(work.query, pages, work.scale))
         held = max(1, min(self.drives, len(work.pages.slots)))
-        return ThrottledTicket(ticket, lambda: pages.due, self._clock, held)
+        return ThrottledTicket(ticket, work.pages, lambda: pages.due, self._clock, held)
 
     def occupy(self, begun: float, pages: Sequence[int]) -> float:
         """Have drives attend to pages of flash, [drives], from then on: when all of them have."""
@@ -246,15 +257,6 @@ class ThrottledDrives:
             now = self._clock()
             self._free_at = [max(now, free) + busy for free in self._free_at]
 
-    def reclaim(self, slots: NDArray[np.int64]) -> None:
-        """See ``ContextDevice``."""
-        self._inner.reclaim(slots)
-
-    def statistics(self) -> Mapping[str, float]:
-        """See ``ContextDevice``; those of the wrapped device, and ``late``: pieces of work that
-        took it longer than the model."""
-        return {**self._inner.statistics(), "late": float(self._late)}
-
-    def close(self, timeout_s: float) -> bool:
-        """See ``ContextDevice``."""
-        return self._inner.close(timeout_s)
+    def statistics(self) -> DeviceStatistics:
+        """See ``ContextDevice``; ``late`` where the wrapped device took longer than the model."""
+        return dataclasses.replace(self._inner.statistics(), late=self._late)

@@ -16,6 +16,7 @@ nothing more is sent there, and a block that has no copy elsewhere is given up.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import logging
 from collections.abc import Collection, Iterator, Sequence
@@ -140,7 +141,7 @@ class _Walk:
     frames: int
     """Distinct ones."""
     away: Away
-    cuts: dict[float, tuple[Part, Part]] = field(default_factory=dict)
+    cuts: dict[float | None, tuple[Part, Part]] = field(default_factory=dict)
     """Parts by a device's share; a step has one."""
 
     def part(self, frames: slice, *, arriving: bool) -> Part:
@@ -163,12 +164,12 @@ class _Walk:
             count + sum(len(chunk.which) for chunk in away),
         )
 
-    def cut(self, share: float) -> tuple[Part, Part]:
+    def cut(self, share: float | None) -> tuple[Part, Part]:
         """See :meth:`ContextStream.parts`."""
         if share not in self.cuts:
             frames = len(self.whole.frame)
             away = self.whole.pairs - frames
-            theirs = round(share * self.whole.pairs)
+            theirs = away if share is None else round(share * self.whole.pairs)
             arriving = 0 < away <= theirs
             first = frames - (theirs - away if arriving else min(theirs, frames))
             self.cuts[share] = (
@@ -251,7 +252,8 @@ class ContextStream:
         row = np.repeat(np.arange(len(contexts), dtype=np.int32), lengths)
         index = np.concatenate([*(np.arange(n, dtype=np.int64) for n in lengths), slots[:0]])
         every = files.geometry.layers
-        layers = range(every) if layers is None else layers
+        layers = self._layers = range(every) if layers is None else layers
+        """With contexts, ascending."""
         self._borrowed = frames.borrow(slots)
         pieces = min(path.staging.usable() for path in (self._host, peer or self._host))
         per_chunk = max(1, pieces // CHUNKS)
@@ -310,7 +312,7 @@ class ContextStream:
         chunks = [blocks.part(every[i : i + per_chunk]) for i in range(0, len(every), per_chunk)]
         return _Walk(whole, chunks, distinct, Away(slots[away], row[away]))
 
-    def parts(self, layer: int, share: float) -> tuple[Part, Part]:
+    def parts(self, layer: int, share: float | None) -> tuple[Part, Part]:
         """Cut a layer's contexts in two, for a device and for the thread of the forward pass.
 
         Blocks without a frame go one way together: to the device if ``share`` of all blocks is at
@@ -318,23 +320,20 @@ class ContextStream:
 
         Args:
             layer: From 0.
-            share: The device's of the blocks of all rows, from 0 to 1.
+            share: The device's of the blocks of all rows, from 0 to 1; None: all without a frame,
+                and no others.
         """
         return self._walks[layer].cut(share)
-
-    def split(self, layer: int) -> tuple[Part, Part]:
-        """Cut a layer's contexts in two: blocks without a frame, and those with one."""
-        walk = self._walks[layer]
-        frames = len(walk.whole.frame)
-        return (
-            walk.part(slice(frames, frames), arriving=True),
-            walk.part(slice(0, frames), arriving=False),
-        )
 
     def away(self, layer: int) -> Away:
         """Blocks of a layer's contexts without a frame. The same object for all layers in which the
         same rows take part."""
         return self._walks[layer].away
+
+    def following(self, layer: int) -> int:
+        """Layer whose contexts come next, if it has the same blocks without a frame; else -1."""
+        later = self._layers[bisect.bisect(self._layers, layer) :]
+        return later[0] if later and self.away(later[0]) is self.away(layer) else -1
 
     def bring(self, layer: int, slots: NDArray[np.int64]) -> None:
         """Read blocks of a layer that were to be attended to elsewhere: those of these slots.
