@@ -153,7 +153,7 @@ class Offloader:
             return self._give_up("error", repr(error), ticket, error)
         kernels = select_kernels(state.acc.device)
         try:
-            # All before the first is folded: of work that is taken back nothing may be in the state.
+            # All before the first is folded: of work that is taken back nothing is in the state.
             for part in parts:
                 part.check(part.acc.new_empty(state.acc.shape))
             for part in parts:
