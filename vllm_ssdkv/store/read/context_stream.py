@@ -16,7 +16,6 @@ nothing more is sent there, and a block that has no copy elsewhere is given up.
 
 from __future__ import annotations
 
-import bisect
 import collections
 import logging
 from collections.abc import Collection, Iterator, Sequence
@@ -252,8 +251,7 @@ class ContextStream:
         row = np.repeat(np.arange(len(contexts), dtype=np.int32), lengths)
         index = np.concatenate([*(np.arange(n, dtype=np.int64) for n in lengths), slots[:0]])
         every = files.geometry.layers
-        layers = self._layers = range(every) if layers is None else layers
-        """With contexts, ascending."""
+        layers = range(every) if layers is None else layers
         self._borrowed = frames.borrow(slots)
         pieces = min(path.staging.usable() for path in (self._host, peer or self._host))
         per_chunk = max(1, pieces // CHUNKS)
@@ -332,8 +330,9 @@ class ContextStream:
 
     def following(self, layer: int) -> int:
         """Layer whose contexts come next, if it has the same blocks without a frame; else -1."""
-        later = self._layers[bisect.bisect(self._layers, layer) :]
-        return later[0] if later and self.away(later[0]) is self.away(layer) else -1
+        later = range(layer + 1, len(self._walks))
+        after = next((one for one in later if self._walks[one].whole.pairs), -1)
+        return after if after >= 0 and self.away(after) is self.away(layer) else -1
 
     def bring(self, layer: int, slots: NDArray[np.int64]) -> None:
         """Read blocks of a layer that were to be attended to elsewhere: those of these slots.
