@@ -53,6 +53,7 @@ lint: install ## ruff, mypy --strict, clang-format, spelling, generated docs
 	$(bin)/clang-format --dry-run -Werror $(cpp_sources)
 	$(bin)/codespell $(texts)
 	$(bin)/ssdkv docs check docs
+	$(bin)/python -P scripts/stubs.py --check
 
 # Not part of lint: it reads vLLM-free C++ only, and takes as long as a build.
 tidy: install ## clang-tidy over the native code
@@ -98,6 +99,7 @@ sanitize: install ## the native code from many threads under ASan and UBSan, the
 
 docs: install ## write the tables in docs/ and the dashboards that come from the code
 	$(bin)/ssdkv docs write docs
+	$(bin)/python -P scripts/stubs.py
 	$(bin)/python -P -m vllm_ssdkv.grafana.write grafana/dashboards
 
 wheel: install ## source archive and manylinux wheel in dist/, tried in an environment of its own

@@ -19,13 +19,8 @@ import numpy as np
 import torch
 
 from vllm_ssdkv import _kernels
-from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
-
-CODES = {
-    torch.float32: _kernels.FLOAT32,
-    torch.bfloat16: _kernels.BFLOAT16,
-    torch.float16: _kernels.FLOAT16,
-}
+from vllm_ssdkv.kernels.native import vectors
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,45 +57,36 @@ def native_call(shape: Shape, threads: int) -> Callable[[], torch.Tensor]:
     tokens = shape.rows * shape.queries
     query = torch.randn((tokens, shape.q_heads, shape.head_size)).to(shape.dtype)
     out = torch.empty_like(query)
-    m = np.empty((tokens, shape.q_heads), np.float32)
-    l = np.empty_like(m)  # noqa: E741
-    acc = np.empty((*m.shape, shape.head_size), np.float32)
+    heads = shape.q_heads, shape.head_size
+    state = PartialState.empty(tokens, *heads, torch.device("cpu"))
     row = np.arange(shape.rows, dtype=np.int32)
     base = np.arange(len(memory), dtype=np.uint64) * np.uint64(layout.block_bytes)
     base += np.uint64(memory.data_ptr())
     position = np.tile(np.arange(blocks, dtype=np.int64) * layout.block_tokens, shape.rows)
-    code = CODES[shape.dtype]
-    stride = query.stride(0) * query.itemsize
+    pages = _kernels.Pages(base, position)
+    rows = Rows.build(
+        row * shape.queries,
+        np.full_like(row, shape.queries),
+        np.full(shape.rows, shape.context - shape.queries),
+        row * blocks,
+        (row + 1) * blocks,
+    )
+    asked, answer = vectors("query", query, *heads), vectors("out", out, *heads)
 
     def call() -> torch.Tensor:
-        m.fill(-np.inf)
-        l.fill(0)
-        acc.fill(0)
+        state.m.fill_(-torch.inf)
+        state.l.fill_(0)
+        state.acc.fill_(0)
         _kernels.attend(
-            query.data_ptr(),
-            code,
-            stride,
+            asked,
             shape.head_size**-0.5,
-            m,
-            l,
-            acc,
-            row * np.int32(shape.queries),
-            np.full_like(row, shape.queries),
-            np.full(shape.rows, shape.context - shape.queries, np.int64),
-            row * np.int32(blocks),
-            (row + 1) * np.int32(blocks),
-            base,
-            position,
-            layout.block_tokens,
-            layout.page_tokens,
-            layout.page_stride_bytes,
-            shape.kv_heads,
-            shape.q_heads,
-            shape.head_size,
-            code,
+            state.bound,
+            rows.bound,
+            pages,
+            layout.shape,
             threads,
         )
-        _kernels.finish(m, l, acc, out.data_ptr(), code, stride, None, threads)
+        _kernels.finish(state.bound, answer, None, threads)
         return out
 
     # The closure keeps only addresses of the blocks: tie their memory to it.

@@ -67,7 +67,7 @@ def test_the_native_call_stays_within_the_state() -> None:
     alpha, mean = np.zeros((1, 2), np.float32), np.zeros((1, 1, 4), np.float32)
     for token in (-1, TOKENS):
         with pytest.raises(ValueError, match="outside"):
-            _kernels.compensate(state.l.numpy(), state.acc.numpy(), np.array([token]), alpha, mean)
+            _kernels.compensate(state.bound, np.array([token]), alpha, mean)
 
 
 @pytest.mark.parametrize("logit", [-50.0, 0.0, 3.0, 30.0])

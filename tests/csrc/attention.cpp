@@ -75,8 +75,8 @@ Case::Case(Random& random, int64_t head_size, DType kv, DType q, size_t rows, si
   const int64_t payload = 2 * page_tokens * head_size * item;
   const int64_t stride = payload + static_cast<int64_t>(random(2)) * 64;
   problem.layout = {block_tokens, page_tokens, stride, kv_heads, head_size, kv};
-  problem.query_heads = kv_heads * (1 + static_cast<int64_t>(random(5)));
-  problem.query_dtype = q;
+  problem.state.query_heads = kv_heads * (1 + static_cast<int64_t>(random(5)));
+  problem.query.dtype = q;
   problem.scale = 0.125F;
   if (random(2) == 0) problem.sliding_window = 1 + static_cast<int64_t>(random(90));
   const int64_t pages = kv_heads * block_tokens / page_tokens;
@@ -101,10 +101,10 @@ Case::Case(Random& random, int64_t head_size, DType kv, DType q, size_t rows, si
     block_end.push_back(static_cast<int32_t>(base.size()));
     first_position.push_back(static_cast<int64_t>(random(count * size_t(block_tokens) + 2)));
   }
-  const auto heads = static_cast<size_t>(problem.query_heads);
+  const auto heads = static_cast<size_t>(problem.state.query_heads);
   const auto size = static_cast<size_t>(head_size);
-  problem.query_stride = static_cast<int64_t>((heads * size + 8) * item_bytes(q));
-  const size_t query_bytes = tokens * static_cast<size_t>(problem.query_stride) - 8 * item_bytes(q);
+  problem.query.stride = static_cast<int64_t>((heads * size + 8) * item_bytes(q));
+  const size_t query_bytes = tokens * static_cast<size_t>(problem.query.stride) - 8 * item_bytes(q);
   query.reset(new std::byte[query_bytes]);
   for (size_t at = 0; at < query_bytes; at += item_bytes(q)) {
     put(query.get() + at, q, some_number(random));
@@ -112,17 +112,20 @@ Case::Case(Random& random, int64_t head_size, DType kv, DType q, size_t rows, si
   maximum.assign(tokens * heads, -std::numeric_limits<float>::infinity());
   denominator.assign(tokens * heads, 0.0F);
   accumulator.assign(tokens * heads * size, 0.0F);
-  problem.query = query.get();
-  problem.maximum = maximum.data();
-  problem.denominator = denominator.data();
-  problem.accumulator = accumulator.data();
-  problem.row_query_begin = query_begin.data();
-  problem.row_query_count = query_count.data();
-  problem.row_first_position = first_position.data();
-  problem.row_block_begin = block_begin.data();
-  problem.row_block_end = block_end.data();
-  problem.block_base = base.data();
-  problem.block_position = position.data();
+  problem.query = {
+      query.get(), q, problem.query.stride, static_cast<int64_t>(tokens), problem.state.query_heads,
+      head_size};
+  problem.state = {
+      static_cast<int64_t>(tokens), problem.state.query_heads, head_size, maximum.data(),
+      denominator.data(),           accumulator.data()};
+  problem.rows = {static_cast<int64_t>(rows),
+                  query_begin.data(),
+                  query_count.data(),
+                  first_position.data(),
+                  block_begin.data(),
+                  block_end.data(),
+                  false};
+  problem.pages = {static_cast<int64_t>(base.size()), base.data(), position.data(), nullptr};
 }
 
 const std::byte* Case::entry(size_t block, int64_t head, int64_t token, bool value) const {
@@ -136,17 +139,17 @@ const std::byte* Case::entry(size_t block, int64_t head, int64_t token, bool val
 std::vector<double> Case::expected() const {
   const attention::PageLayout& l = problem.layout;
   const auto size = static_cast<size_t>(l.head_size);
-  const auto heads = static_cast<size_t>(problem.query_heads);
+  const auto heads = static_cast<size_t>(problem.state.query_heads);
   const auto item = static_cast<int64_t>(item_bytes(l.dtype));
-  const int64_t group = problem.query_heads / l.kv_heads;
+  const int64_t group = problem.state.query_heads / l.kv_heads;
   std::vector<double> out(tokens * heads * (size + 1));
   for (size_t row = 0; row < query_count.size(); ++row) {
     for (int32_t i = 0; i < query_count[row]; ++i) {
       const auto token = static_cast<size_t>(query_begin[row] + i);
       for (size_t head = 0; head < heads; ++head) {
         const int64_t kv_head = static_cast<int64_t>(head) / group;
-        const std::byte* q = query.get() + token * static_cast<size_t>(problem.query_stride) +
-                             head * size * item_bytes(problem.query_dtype);
+        const std::byte* q = query.get() + token * static_cast<size_t>(problem.query.stride) +
+                             head * size * item_bytes(problem.query.dtype);
         std::vector<double> sum(size);
         double total = 0;
         for (auto b = static_cast<size_t>(block_begin[row]);
@@ -160,7 +163,7 @@ std::vector<double> Case::expected() const {
             for (size_t d = 0; d < size; ++d) {
               const auto at = static_cast<int64_t>(d) * item;
               logit += double{get(key + at, l.dtype)} *
-                       get(q + d * item_bytes(problem.query_dtype), problem.query_dtype);
+                       get(q + d * item_bytes(problem.query.dtype), problem.query.dtype);
             }
             const double weight = std::exp(logit * problem.scale);
             total += weight;
@@ -179,24 +182,20 @@ std::vector<double> Case::expected() const {
 }
 
 void compare(Case& c, const attention::Kernels& kernels, int64_t threads) {
-  const auto heads = static_cast<size_t>(c.problem.query_heads);
+  const auto heads = static_cast<size_t>(c.problem.state.query_heads);
   const auto size = static_cast<size_t>(c.problem.layout.head_size);
   const auto expected = c.expected();
-  attention::attend(kernels, c.problem, static_cast<int64_t>(c.query_count.size()), threads);
+  attention::attend(kernels, c.problem, threads);
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     std::vector<float> lse(c.tokens * heads);
     const size_t nbytes = c.tokens * heads * size * item_bytes(dtype);
     const std::unique_ptr<std::byte[]> out(new std::byte[nbytes]);
-    const attention::Output output{c.maximum.data(),
-                                   c.denominator.data(),
-                                   c.accumulator.data(),
-                                   c.problem.query_heads,
-                                   c.problem.layout.head_size,
-                                   out.get(),
-                                   dtype,
-                                   static_cast<int64_t>(heads * size * item_bytes(dtype)),
-                                   lse.data()};
-    attention::finish(kernels, output, static_cast<int64_t>(c.tokens), threads);
+    const attention::Output output{
+        c.problem.state,
+        {out.get(), dtype, static_cast<int64_t>(heads * size * item_bytes(dtype)),
+         static_cast<int64_t>(c.tokens), c.problem.state.query_heads, c.problem.layout.head_size},
+        lse.data()};
+    attention::finish(kernels, output, threads);
     const double tolerance = dtype == DType::kFloat32   ? 2e-4
                              : dtype == DType::kFloat16 ? 2e-3
                                                         : 1.2e-2;

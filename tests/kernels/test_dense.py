@@ -19,16 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.store.tails import addresses
 from vllm_ssdkv import _kernels
-from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
+from vllm_ssdkv.kernels.native import vectors
+from vllm_ssdkv.kernels.operands.block_layout import DTYPES, BlockLayout
 from vllm_ssdkv.profiling.dense_oracle import paged_attention, write_block
 
-CODES = {
-    torch.float32: _kernels.FLOAT32,
-    torch.bfloat16: _kernels.BFLOAT16,
-    torch.float16: _kernels.FLOAT16,
-}
-DTYPES = list(CODES)
 ISAS = _kernels.isas()
 TOLERANCE = 2e-6  # of the largest magnitude; fp32 rounding over a few thousand terms
 
@@ -139,37 +135,34 @@ class Paged:
         ends = np.cumsum(sizes, dtype=np.int32)
         position = [np.arange(begin, end)[::-1] * layout.block_tokens for begin, end in spans]
         _kernels.attend(
-            self.query.data_ptr(),
-            CODES[self.query.dtype],
-            self.query.stride(0) * self.query.itemsize,
+            vectors("query", self.query, self.q_heads, layout.head_size),
             self.scale,
-            self.m,
-            self.l,
-            self.acc,
-            np.cumsum(counts, dtype=np.int32) - counts,
-            counts,
-            np.array([row.first for row in self.rows], np.int64),
-            ends - sizes,
-            ends,
-            np.concatenate([np.empty(0, np.uint64), *base]),
-            np.concatenate([np.empty(0, np.int64), *position]),
-            layout.block_tokens,
-            layout.page_tokens,
-            layout.page_stride_bytes,
-            layout.kv_heads,
-            self.q_heads,
-            layout.head_size,
-            CODES[layout.dtype],
+            self.state(),
+            _kernels.Rows(
+                np.cumsum(counts, dtype=np.int32) - counts,
+                counts,
+                np.array([row.first for row in self.rows], np.int64),
+                ends - sizes,
+                ends,
+            ),
+            _kernels.Pages(
+                np.concatenate([np.empty(0, np.uint64), *base]),
+                np.concatenate([np.empty(0, np.int64), *position]),
+            ),
+            layout.shape,
             threads,
             self.sliding_window,
         )
+
+    def state(self) -> _kernels.State:
+        """The softmax state as kernels take it."""
+        return _kernels.State(self.m, self.l, self.acc)
 
     def finish(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
         """Output ``[tokens, q_heads, head_size]`` and log-sum-exp ``[tokens, q_heads]``."""
         out = torch.full(self.acc.shape, torch.nan, dtype=dtype)
         lse = np.full_like(self.m, np.nan)
-        stride = out.stride(0) * out.itemsize
-        _kernels.finish(self.m, self.l, self.acc, out.data_ptr(), CODES[dtype], stride, lse, 2)
+        _kernels.finish(self.state(), vectors("out", out, *out.shape[1:]), lse, 2)
         return out, torch.from_numpy(lse)
 
     def oracle(self, spans: Sequence[Span] | None = None) -> Expected:
@@ -410,8 +403,8 @@ def test_finish_without_lse_and_with_a_wide_stride(isa: str) -> None:
     case = Paged(layout_of(), 2, [Row(30, 4)])
     case.attend()
     wide = torch.full((case.tokens, case.q_heads + 2, 64), 7.0)
-    stride = wide.stride(0) * wide.itemsize
-    _kernels.finish(case.m, case.l, case.acc, wide.data_ptr(), CODES[wide.dtype], stride, None, 1)
+    out = vectors("out", wide[:, : case.q_heads], case.q_heads, 64)
+    _kernels.finish(case.state(), out, None, 1)
     assert torch.equal(wide[:, : case.q_heads], case.finish()[0])
     assert (wide[:, case.q_heads :] == 7.0).all()
 
@@ -436,54 +429,37 @@ def test_store_kv_writes_the_block_layout(dtype: torch.dtype, padding: int) -> N
             start = (head * layout.groups + group) * layout.page_stride_bytes
             page = want[block, start : start + layout.page_payload_bytes].view(dtype)
             page.view(2, 8, 40)[:, at] = fused[token, :, head]
-    _kernels.store_kv(
-        key.data_ptr(),
-        value.data_ptr(),
-        CODES[dtype],
-        key.stride(0) * key.itemsize,
-        value.stride(0) * value.itemsize,
-        slots,
-        cache.data_ptr(),
-        block_stride,
-        layout.page_stride_bytes,
-        layout.block_tokens,
-        layout.page_tokens,
-        layout.kv_heads,
-        layout.head_size,
-        2,
-    )
+    parts = vectors("key", key, 3, 40), vectors("value", value, 3, 40)
+    _kernels.store_kv(*parts, slots, cache.data_ptr(), block_stride, layout.shape, 2)
     assert torch.equal(cache, want)
 
 
 @given(
     items=st.integers(0, 9),
-    pages=st.integers(1, 40),
-    payload=st.integers(1, 700),
-    source_padding=st.integers(0, 90),
-    destination_padding=st.integers(0, 90),
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 5), st.sampled_from([8, 40])),
+    dtype=st.sampled_from(DTYPES),
+    padding=st.tuples(st.integers(0, 22), st.integers(0, 22)),
 )
 @settings(max_examples=40, deadline=None)
-def test_pack_and_unpack(
-    items: int, pages: int, payload: int, source_padding: int, destination_padding: int
+def test_copied_blocks_come_back(
+    items: int, shape: tuple[int, int, int], dtype: torch.dtype, padding: tuple[int, int]
 ) -> None:
-    strides = payload + source_padding, payload + destination_padding
-    source = torch.randint(0, 256, (items, pages, strides[0]), dtype=torch.uint8)
-    packed = torch.full((items + 1, pages, strides[1]), 0xCD, dtype=torch.uint8)
+    groups, heads, head_size = shape
+    here = BlockLayout.unpadded(3 * groups, 3, heads, head_size, dtype)
+    payload, pages = here.page_payload_bytes, groups * heads
+    here, there = (here.with_page_stride(payload + 4 * more) for more in padding)
+    source = torch.randint(0, 256, (items, pages, here.page_stride_bytes), dtype=torch.uint8)
+    packed = torch.full((items + 1, pages, there.page_stride_bytes), 0xCD, dtype=torch.uint8)
     back = torch.full_like(source, 0xEF)
-    order = torch.randperm(items + 1)[:items].numpy()
-    at_source = np.uint64(source.data_ptr()) + np.arange(items, dtype=np.uint64) * np.uint64(
-        pages * strides[0]
-    )
-    at_packed = np.uint64(packed.data_ptr()) + order.astype(np.uint64) * np.uint64(
-        pages * strides[1]
-    )
-    at_back = at_source - np.uint64(source.data_ptr()) + np.uint64(back.data_ptr())
-    _kernels.pack_blocks(at_source, at_packed, pages, payload, *strides, 2)
+    order = torch.randperm(items + 1)[:items]
+    at_source, at_packed, at_back = (addresses(memory.numpy()) for memory in (source, packed, back))
+    at_packed = at_packed[order.numpy()]
+    _kernels.copy_blocks(at_source, here.shape, at_packed, there.shape, True, 2)
     assert torch.equal(packed[order, :, :payload], source[:, :, :payload])
     assert (packed[order, :, payload:] == 0).all()
     untouched = sorted(set(range(items + 1)) - set(order.tolist()))
     assert (packed[untouched] == 0xCD).all()
-    _kernels.unpack_blocks(at_packed, at_back, pages, payload, strides[1], strides[0], 2)
+    _kernels.copy_blocks(at_packed, there.shape, at_back, here.shape, False, 2)
     assert torch.equal(back[:, :, :payload], source[:, :, :payload])
     assert (back[:, :, payload:] == 0xEF).all()
 
@@ -505,9 +481,11 @@ def test_bad_arguments_are_refused() -> None:
         case.attend()
     with pytest.raises(ValueError, match="portable"):
         _kernels.set_isa("vax")
-    empty = np.empty(0, np.uint64)
-    with pytest.raises(ValueError, match="stride"):
-        _kernels.pack_blocks(empty, empty, 1, 100, 99, 100, 1)
+    empty, layout = np.empty(0, np.uint64), layout_of()
+    with pytest.raises(ValueError, match="page_stride is smaller"):
+        _kernels.BlockShape(16, 16, 8191, 1, 64, _kernels.FLOAT32)
+    with pytest.raises(ValueError, match="more than the page stride"):
+        _kernels.copy_blocks(empty, layout.shape, empty, layout_of(head_size=8).shape, True, 1)
 
 
 def big_case() -> Paged:

@@ -261,9 +261,9 @@ def test_wrong_places_are_refused() -> None:
     def call(
         page_bytes: int, summary_pages: int, channel_pages: int, scaled: bool, spread: bool = False
     ) -> None:
-        places = page_bytes, summary_pages, channel_pages, scaled, spread, False
-        _kernels.pack_summarized(
-            slots, slots, slots, *places, 8, 4, 512, 2, 16, _kernels.FLOAT32, 1, None, None, None, 0
+        shape = _kernels.BlockShape(8, 4, 512, 2, 16, _kernels.FLOAT32)
+        _kernels.SlotTails(
+            shape, 1, page_bytes, summary_pages, channel_pages, scaled, spread, value_sums=False
         )
 
     for places, message in (

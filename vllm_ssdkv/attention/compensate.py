@@ -38,9 +38,8 @@ def compensate(
     if state.m.device.type != "cpu":
         mix_on_device(state, query_token, alpha, mean_value)
         return
-    l, acc = state.l.numpy(), state.acc.numpy()  # noqa: E741 (the papers' name)
     values = (v.contiguous().numpy() for v in (query_token, alpha, mean_value))
-    _kernels.compensate(l, acc, *values)
+    _kernels.compensate(state.bound, *values)
 
 
 def mix_on_device(

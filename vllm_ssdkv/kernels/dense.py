@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_ssdkv import _kernels
 from vllm_ssdkv.base.errors import UnsupportedError
-from vllm_ssdkv.kernels.native import NativeKernels
+from vllm_ssdkv.kernels.native import NativeKernels, vectors
 from vllm_ssdkv.kernels.operands.block_layout import (
-    DTYPES,
     BlockLayout,
     BlockSource,
     IntArray,
@@ -131,25 +131,6 @@ class AttentionKernels(BlockAttention, Protocol):
         ...
 
 
-def head_stride(name: str, tensor: torch.Tensor, heads: int, layout_head: int) -> int:
-    """Bytes from token to token of ``[T, heads, D]``; ``ValueError`` if the heads have holes."""
-    shape, stride = tensor.shape, tensor.stride()
-    if (
-        len(shape) != 3
-        or shape[1:] != (heads, layout_head)
-        or tensor.dtype not in DTYPES
-        or (stride[1:] != (layout_head, 1) and tensor.numel())
-        or not tensor.is_cpu
-    ):
-        raise ValueError(
-            f"{name} must be [T, {heads}, {layout_head}] of {DTYPES} on the CPU with contiguous "
-            f"heads, got {tensor.dtype} {tuple(shape)} strides {stride}"
-        )
-    # The stride of a dimension of size one is arbitrary.
-    step = stride[0] if shape[0] > 1 else heads * layout_head
-    return step * tensor.itemsize
-
-
 def block_addresses(
     caches: Sequence[torch.Tensor], block_ids: IntArray, layout: BlockLayout
 ) -> NDArray[np.uint64]:
@@ -212,9 +193,6 @@ class CpuKernels(NativeKernels):
         sliding_window: int | None = None,
     ) -> None:
         """See :meth:`AttentionKernels.attend`; blocks may lie at absolute addresses."""
-        state.check(query)
-        query_heads = query.shape[1]
-        stride = head_stride("query", query, query_heads, layout.head_size)
         base = on_host(source.base, np.uint64)
         if source.digests is not None:
             raise ValueError("these kernels do not compare digests, and the blocks are unchecked")
@@ -223,27 +201,12 @@ class CpuKernels(NativeKernels):
                 raise ValueError(f"blocks must be {layout.dtype} on the CPU")
             base = base * np.uint64(layout.dtype.itemsize) + np.uint64(source.tensor.data_ptr())
         self._native.attend(
-            query.data_ptr(),
-            self._codes[query.dtype],
-            stride,
+            vectors("query", query, query.shape[1], layout.head_size),
             scale,
-            state.m.numpy(),
-            state.l.numpy(),
-            state.acc.numpy(),
-            rows.query_begin,
-            rows.query_count,
-            rows.first_position,
-            rows.block_begin,
-            rows.block_end,
-            base,
-            on_host(source.position, np.int64),
-            layout.block_tokens,
-            layout.page_tokens,
-            layout.page_stride_bytes,
-            layout.kv_heads,
-            query_heads,
-            layout.head_size,
-            self._codes[layout.dtype],
+            state.bound,
+            rows.bound,
+            _kernels.Pages(base, on_host(source.position, np.int64)),
+            layout.shape,
             self.threads,
             sliding_window,
         )
@@ -252,34 +215,19 @@ class CpuKernels(NativeKernels):
         self, state: PartialState, out: torch.Tensor, lse: torch.Tensor | None = None
     ) -> None:
         """See :meth:`AttentionKernels.finish`."""
-        state.check(state.acc)
-        tokens, heads, head_size = state.acc.shape
-        stride = head_stride("out", out, heads, head_size)
-        if out.shape[0] != tokens:
-            raise ValueError(f"out has {out.shape[0]} tokens, the state {tokens}")
+        _, heads, head_size = state.acc.shape
         if lse is not None and (lse.dtype != torch.float32 or lse.shape != state.m.shape):
             raise ValueError(f"lse must be float32 {tuple(state.m.shape)}")
         self._native.finish(
-            state.m.numpy(),
-            state.l.numpy(),
-            state.acc.numpy(),
-            out.data_ptr(),
-            self._codes[out.dtype],
-            stride,
+            state.bound,
+            vectors("out", out, heads, head_size),
             None if lse is None else lse.numpy(),
             self.threads,
         )
 
     def merge(self, state: PartialState, part: PartialState) -> None:
         """See :meth:`AttentionKernels.merge`; keeps the GIL, since it takes microseconds."""
-        self._native.merge(
-            state.m.numpy(),
-            state.l.numpy(),
-            state.acc.numpy(),
-            part.m.numpy(),
-            part.l.numpy(),
-            part.acc.numpy(),
-        )
+        self._native.merge(state.bound, part.bound)
 
     def store_kv(
         self,
@@ -292,29 +240,16 @@ class CpuKernels(NativeKernels):
         """See :meth:`AttentionKernels.store_kv`; also refuses slots outside the cache."""
         layout.check_cache(cache)
         slots = on_host(slot_mapping, np.int64)
-        strides = []
-        for name, part in (("key", key), ("value", value)):
-            strides.append(head_stride(name, part, layout.kv_heads, layout.head_size))
-            if part.dtype != layout.dtype or slots.shape != (part.shape[0],):
-                raise ValueError(
-                    f"{name} of {part.dtype} {tuple(part.shape)} does not fit {layout} and "
-                    f"{slots.shape} slots"
-                )
+        heads, head_size = layout.kv_heads, layout.head_size
+        parts = vectors("key", key, heads, head_size), vectors("value", value, heads, head_size)
         if slots.size and int(slots.max()) >= cache.shape[0] * layout.block_tokens:
             raise ValueError(f"slot {int(slots.max())} lies outside {cache.shape[0]} blocks")
         self._native.store_kv(
-            key.data_ptr(),
-            value.data_ptr(),
-            self._codes[layout.dtype],
-            *strides,
+            *parts,
             slots,
             cache.data_ptr(),
             block_stride(cache) * cache.itemsize,
-            layout.page_stride_bytes,
-            layout.block_tokens,
-            layout.page_tokens,
-            layout.kv_heads,
-            layout.head_size,
+            layout.shape,
             self.threads,
         )
 
@@ -336,14 +271,8 @@ class CpuKernels(NativeKernels):
             layout=layout,
             slot_layout=slot_layout,
         )
-        self._native.pack_blocks(
-            blocks,
-            slots,
-            layout.kv_heads * layout.groups,
-            layout.page_payload_bytes,
-            layout.page_stride_bytes,
-            slot_layout.page_stride_bytes,
-            self.threads,
+        self._native.copy_blocks(
+            blocks, layout.shape, slots, slot_layout.shape, clear_padding=True, threads=self.threads
         )
 
     def unpack(
@@ -364,14 +293,13 @@ class CpuKernels(NativeKernels):
             layout=layout,
             slot_layout=slot_layout,
         )
-        self._native.unpack_blocks(
+        self._native.copy_blocks(
             slots,
+            slot_layout.shape,
             blocks,
-            layout.kv_heads * layout.groups,
-            layout.page_payload_bytes,
-            slot_layout.page_stride_bytes,
-            layout.page_stride_bytes,
-            self.threads,
+            layout.shape,
+            clear_padding=False,
+            threads=self.threads,
         )
 
 

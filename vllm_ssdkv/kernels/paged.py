@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ssdkv import _io
+from vllm_ssdkv import _io, _kernels
 from vllm_ssdkv.base.errors import UnsupportedError
-from vllm_ssdkv.kernels.dense import TritonKernels, block_addresses, head_stride
-from vllm_ssdkv.kernels.native import NativeKernels
+from vllm_ssdkv.kernels.dense import TritonKernels, block_addresses
+from vllm_ssdkv.kernels.native import NativeKernels, vectors
 from vllm_ssdkv.kernels.operands.block_layout import (
     BlockLayout,
     IntArray,
@@ -124,32 +124,14 @@ class CpuPageKernels(NativeKernels):
         scale: float,
     ) -> None:
         """See :meth:`PageKernels.attend_pages`."""
-        state.check(query)
-        stride = head_stride("query", query, query.shape[1], layout.head_size)
-        mask = pages.token_mask
-        if mask is not None:
-            mask = mask.numpy() if isinstance(mask, torch.Tensor) else mask
-            mask = np.ascontiguousarray(mask, np.uint8)
-        self._native.attend_pages(
-            query.data_ptr(),
-            self._codes[query.dtype],
-            stride,
+        rows, listed = pages.bound
+        self._native.attend(
+            vectors("query", query, query.shape[1], layout.head_size),
             scale,
-            state.m.numpy(),
-            state.l.numpy(),
-            state.acc.numpy(),
-            on_host(pages.query_token, np.int32),
-            on_host(pages.query_position, np.int64),
-            on_host(pages.begin, np.int32),
-            on_host(pages.end, np.int32),
-            on_host(pages.address, np.uint64),
-            on_host(pages.position, np.int64),
-            mask,
-            layout.page_tokens,
-            layout.kv_heads,
-            query.shape[1],
-            layout.head_size,
-            self._codes[layout.dtype],
+            state.bound,
+            rows,
+            listed,
+            layout.shape,
             self.threads,
         )
 
@@ -167,16 +149,11 @@ class CpuPageKernels(NativeKernels):
         """See :meth:`PageKernels.summarize`."""
         self._native.summarize(
             on_host(source, np.uint64),
+            layout.shape,
             *(
                 None if target is None else on_host(target, np.uint64)
                 for target in (bounds, spread, channels, scales, value_sum)
             ),
-            layout.block_tokens,
-            layout.page_tokens,
-            layout.page_stride_bytes,
-            layout.kv_heads,
-            layout.head_size,
-            self._codes[layout.dtype],
             self.threads,
         )
 
@@ -218,27 +195,18 @@ class CpuPageKernels(NativeKernels):
         geometry: SlotGeometry,
         order: TokenOrder | None = None,
     ) -> None:
-        self._native.pack_summarized(
-            source.ravel(),
-            pages,
-            tails,
+        held = _kernels.SlotTails(
+            layout.shape,
+            geometry.layers,
             geometry.page_bytes,
             geometry.summary_pages,
             geometry.channel_pages,
-            geometry.scaled_from > 0,
-            geometry.record != "bounds",
-            geometry.record == "spread_with_values",
-            layout.block_tokens,
-            layout.page_tokens,
-            layout.page_stride_bytes,
-            layout.kv_heads,
-            layout.head_size,
-            self._codes[layout.dtype],
-            self.threads,
-            None if order is None else order.layers,
-            None if order is None else order.kept,
-            None if order is None else order.addresses(),
-            0 if order is None else order.width,
+            scaled=geometry.scaled_from > 0,
+            spread=geometry.record != "bounds",
+            value_sums=geometry.record == "spread_with_values",
+        )
+        self._native.pack_summarized(
+            source.ravel(), pages, tails, held, self.threads, None if order is None else order.bound
         )
 
 

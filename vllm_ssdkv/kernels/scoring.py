@@ -67,15 +67,9 @@ class CpuScoringKernels(NativeKernels):
         write(
             values,
             scale,
-            context.row_begin,
-            context.row_end,
+            context.sizes.bound,
             records,
-            first,
             logits,
-            context.layout.block_tokens,
-            context.layout.page_tokens,
-            context.layout.kv_heads,
-            self._codes[context.layout.dtype],
             self.threads,
         )
         return logits, first
@@ -134,22 +128,14 @@ class CpuScoringKernels(NativeKernels):
         self._native.channel_logits(
             chosen,
             reduced,
-            context.row_begin,
-            context.row_end,
+            context.sizes.bound,
             base,
             context.channel_scales,
             window_begin,
             context.window_end,
             window,
-            context.window_tokens,
-            first,
             logits,
-            layout.block_tokens,
-            layout.page_tokens,
-            layout.page_stride_bytes,
-            head_size,
             source is not None,
-            self._codes[layout.dtype],
             self.threads,
         )
         return logits, first

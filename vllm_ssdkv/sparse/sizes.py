@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ssdkv import _kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 
 if TYPE_CHECKING:
@@ -67,6 +68,18 @@ class ContextSizes:
     def first_token(self) -> Offsets:
         """Columns of a table with one for each token, the window's included, int64 [R + 1]."""
         return offsets(self.context_tokens + self.window_tokens)
+
+    @cached_property
+    def bound(self) -> _kernels.Contexts:
+        """The sizes as native kernels take them: checked."""
+        return _kernels.Contexts(
+            self._layout.shape,
+            self.row_begin,
+            self.row_end,
+            self.window_tokens,
+            self.first_page,
+            self.first_token,
+        )
 
     @cached_property
     def all_pages(self) -> int:

@@ -5,7 +5,9 @@
 #include <nanobind/ndarray.h>
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
+#include <vector>
 
 #include "attention/problem.hpp"
 
@@ -17,6 +19,7 @@ template <typename T, typename Shape>
 using Array = nb::ndarray<T, Shape, nb::c_contig, nb::device::cpu>;
 template <typename T>
 using Vector = Array<const T, nb::ndim<1>>;
+using Mask = Array<const std::uint8_t, nb::ndim<2>>;
 using Matrix = Array<float, nb::ndim<2>>;
 using ConstMatrix = Array<const float, nb::ndim<2>>;
 using Cube = Array<float, nb::ndim<3>>;
@@ -35,19 +38,66 @@ inline std::int64_t item_bytes(DType dtype) { return dtype == DType::kFloat32 ? 
 
 inline std::int64_t extent(std::size_t n) { return static_cast<std::int64_t>(n); }
 
-inline PageLayout to_layout(std::int64_t block_tokens, std::int64_t page_tokens,
-                            std::int64_t page_stride, std::int64_t kv_heads, std::int64_t head_size,
-                            int dtype) {
-  require(page_tokens > 0 && block_tokens > 0 && block_tokens % page_tokens == 0,
-          "block_tokens must be a positive multiple of page_tokens");
-  require(kv_heads > 0, "kv_heads must be positive");
-  require(head_size > 0 && head_size % 8 == 0 && head_size <= kMaxHeadSize,
-          "head_size must be a multiple of 8, at most 256");
-  const PageLayout layout{block_tokens, page_tokens, page_stride,
-                          kv_heads,     head_size,   to_dtype(dtype)};
-  require(page_stride >= 2 * page_tokens * head_size * item_bytes(layout.dtype),
-          "page_stride is smaller than K and V of one page");
-  return layout;
+// The operands of a call, as Python holds them: the plain struct, and the arrays that it points
+// into. Each is checked once, when it is made; what is left to a call is whether they fit each
+// other. See bindings.cpp.
+
+struct BlockShape : PageLayout {
+  explicit BlockShape(const PageLayout& sizes);
+
+  std::int64_t payload() const { return 2 * page_tokens * head_size * item_bytes(dtype); }
+  std::int64_t groups() const { return block_tokens / page_tokens; }
+  // Query heads of each KV head.
+  void check_heads(std::int64_t q_heads) const {
+    require(q_heads > 0 && q_heads % kv_heads == 0,
+            "q_heads must be a positive multiple of kv_heads");
+  }
+};
+
+struct BoundState : State {
+  BoundState(Matrix m, Matrix l, Cube acc);
+  void check_same_queries(const State& other) const {
+    require(
+        tokens == other.tokens && query_heads == other.query_heads && head_size == other.head_size,
+        "the states are not of the same queries");
+  }
+
+ private:
+  Matrix m_, l_;
+  Cube acc_;
+};
+
+struct BoundRows : Rows {
+  BoundRows(const Vector<std::int32_t>& begins, const std::optional<Vector<std::int32_t>>& counts,
+            const Vector<std::int64_t>& positions, const Vector<std::int32_t>& list_begins,
+            const Vector<std::int32_t>& list_ends, bool per_head);
+
+  std::int64_t lists;
+  std::int64_t last_query = 0;  // end of the queries
+  std::int64_t last_page = 0;   // end of the pages
+
+ private:
+  Vector<std::int32_t> query_begin_;
+  Vector<std::int32_t> query_count_;
+  Vector<std::int64_t> first_position_;
+  Vector<std::int32_t> begin_, end_;
+  std::vector<std::int32_t> ones_;
+};
+
+struct BoundPages : Pages {
+  BoundPages(const Vector<std::uint64_t>& addresses, const Vector<std::int64_t>& positions,
+             const std::optional<Mask>& mask);
+
+  std::int64_t mask_tokens = 0;
+
+ private:
+  Vector<std::uint64_t> address_;
+  Vector<std::int64_t> position_;
+  Mask token_mask_;
+};
+
+inline void check_threads(std::int64_t threads) {
+  require(threads > 0, "threads must be positive");
 }
 
 // The functions of page selection and sparse attention, in sparse_bindings.cpp.

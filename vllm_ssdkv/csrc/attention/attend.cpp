@@ -57,35 +57,36 @@ std::int64_t visible_keys(const Problem& p, std::int64_t list, std::int64_t firs
   const std::int64_t oldest = first - p.sliding_window + 1;
   const std::int64_t size = p.layout.block_tokens;
   std::int64_t keys = 0;
-  for (std::int64_t b = p.row_block_begin[list]; b < p.row_block_end[list]; ++b) {
-    const std::int64_t begin = p.block_position[b];
+  for (std::int64_t b = p.rows.begin[list]; b < p.rows.end[list]; ++b) {
+    const std::int64_t begin = p.pages.position[b];
     keys += std::max<std::int64_t>(0, std::clamp<std::int64_t>(last + 1 - begin, 0, size) -
                                           std::clamp<std::int64_t>(oldest - begin, 0, size));
   }
   return keys;
 }
 
-std::vector<Tile> cut_queries(const Problem& p, std::int64_t rows) {
-  const std::int64_t group = p.query_heads / p.layout.kv_heads;
+std::vector<Tile> cut_queries(const Problem& p) {
+  const std::int64_t group = p.state.query_heads / p.layout.kv_heads;
   const std::int64_t step = std::max<std::int64_t>(1, kTileRows / group);
   std::vector<Tile> tiles;
-  for (std::int64_t row = 0; row < rows; ++row) {
+  for (std::int64_t row = 0; row < p.rows.count; ++row) {
     // Late queries see the most keys: they go first, so that the last tasks to end are short ones.
-    const std::int64_t count = p.row_query_count[row];
+    const std::int64_t count = p.rows.query_count[row];
     for (std::int64_t begin = (count - 1) / step * step; count > 0 && begin >= 0; begin -= step) {
       const std::int64_t queries = std::min(step, count - begin);
-      const std::int64_t first = p.row_first_position[row] + begin;
+      const std::int64_t first = p.rows.first_position[row] + begin;
       std::int64_t keys = 0;
       for (std::int64_t head = 0; head < p.layout.kv_heads; ++head) {
-        const std::int64_t list = p.list_per_head ? row * p.layout.kv_heads + head : row;
-        if (head == 0 || p.list_per_head) keys = visible_keys(p, list, first, first + queries - 1);
+        const std::int64_t list = p.rows.list_per_head ? row * p.layout.kv_heads + head : row;
+        if (head == 0 || p.rows.list_per_head)
+          keys = visible_keys(p, list, first, first + queries - 1);
         if (keys == 0) continue;
         const Task task{static_cast<std::int32_t>(row),
                         static_cast<std::int32_t>(head),
                         static_cast<std::int32_t>(begin),
                         static_cast<std::int32_t>(queries),
-                        p.row_block_begin[list],
-                        p.row_block_end[list],
+                        p.rows.begin[list],
+                        p.rows.end[list],
                         nullptr};
         tiles.push_back({task, queries * group, keys});
       }
@@ -113,8 +114,8 @@ std::vector<std::int64_t> splits_for_threads(const std::vector<Tile>& tiles, std
 // shapes and by the number of threads: the same call gives the same bits every time. Lists per head
 // are cut after every kSplitPages pages, and every part is a partial state, so that calls with
 // whole parts of a list give together the bits of one call with all of it.
-Plan make_plan(const Problem& p, std::int64_t rows, std::int64_t threads) {
-  const std::vector<Tile> tiles = cut_queries(p, rows);
+Plan make_plan(const Problem& p, std::int64_t threads) {
+  const std::vector<Tile> tiles = cut_queries(p);
   Plan plan;
   std::int64_t work = 0;
   for (const Tile& tile : tiles) {
@@ -124,9 +125,9 @@ Plan make_plan(const Problem& p, std::int64_t rows, std::int64_t threads) {
   plan.threads = std::clamp<std::int64_t>(work * p.layout.head_size / kMinThreadWork, 1, threads);
 
   // The first part of a row's list updates the state itself.
-  const std::int64_t in_place = p.list_per_head ? 0 : 1;
+  const std::int64_t in_place = p.rows.list_per_head ? 0 : 1;
   std::vector<std::int64_t> splits;
-  if (p.list_per_head) {
+  if (p.rows.list_per_head) {
     for (const Tile& tile : tiles) {
       splits.push_back((tile.blocks() + kSplitPages - 1) / kSplitPages);
     }
@@ -145,8 +146,8 @@ Plan make_plan(const Problem& p, std::int64_t rows, std::int64_t threads) {
     const Tile& tile = tiles[i];
     if (splits[i] > in_place) plan.folds.push_back({tile.task, partial, splits[i] - in_place});
     const auto border = [&](std::int64_t s) {
-      const std::int64_t at = p.list_per_head ? std::min(s * kSplitPages, tile.blocks())
-                                              : tile.blocks() * s / splits[i];
+      const std::int64_t at = p.rows.list_per_head ? std::min(s * kSplitPages, tile.blocks())
+                                                   : tile.blocks() * s / splits[i];
       return tile.task.block_begin + static_cast<std::int32_t>(at);
     };
     for (std::int64_t s = 0; s < splits[i]; ++s) {
@@ -165,9 +166,8 @@ Plan make_plan(const Problem& p, std::int64_t rows, std::int64_t threads) {
 
 }  // namespace
 
-void attend(const Kernels& kernels, const Problem& problem, std::int64_t rows,
-            std::int64_t threads) {
-  const Plan plan = make_plan(problem, rows, threads);
+void attend(const Kernels& kernels, const Problem& problem, std::int64_t threads) {
+  const Plan plan = make_plan(problem, threads);
   // All or one: OpenMP ends and starts threads when a team's size changes.
   const std::int64_t team = plan.threads > 1 ? threads : 1;
   for_tasks(static_cast<std::int64_t>(plan.tasks.size()), team,
@@ -181,26 +181,28 @@ void attend(const Kernels& kernels, const Problem& problem, std::int64_t rows,
   });
 }
 
-void finish(const Kernels& kernels, const Output& output, std::int64_t tokens,
-            std::int64_t threads) {
-  const std::int64_t step =
-      std::max<std::int64_t>(1, kMinThreadWork / 4 / (output.query_heads * output.head_size));
+void finish(const Kernels& kernels, const Output& output, std::int64_t threads) {
+  const std::int64_t tokens = output.state.tokens;
+  if (output.state.query_heads * output.state.head_size == 0) return;
+  const std::int64_t step = std::max<std::int64_t>(
+      1, kMinThreadWork / 4 / (output.state.query_heads * output.state.head_size));
   for_tasks((tokens + step - 1) / step, threads, 0, [&](std::int64_t i, std::byte*) {
     kernels.finish(output, i * step, std::min(tokens, (i + 1) * step));
   });
 }
 
-void merge(const States& states, const ConstStates& part, std::int64_t count,
-           std::int64_t head_size) {
+void merge(const State& state, const State& part) {
+  const std::int64_t count = state.tokens * state.query_heads;
+  const std::int64_t head_size = state.head_size;
   for (std::int64_t at = 0; at < count; ++at) {
     if (part.denominator[at] == 0.0f) continue;  // saw no key
-    const float before = states.maximum[at];
+    const float before = state.maximum[at];
     const float now = std::max(before, part.maximum[at]);
     const float keep = std::exp(before - now);
     const float add = std::exp(part.maximum[at] - now);
-    states.maximum[at] = now;
-    states.denominator[at] = states.denominator[at] * keep + part.denominator[at] * add;
-    float* const to = states.accumulator + at * head_size;
+    state.maximum[at] = now;
+    state.denominator[at] = state.denominator[at] * keep + part.denominator[at] * add;
+    float* const to = state.accumulator + at * head_size;
     const float* const from = part.accumulator + at * head_size;
     for (std::int64_t d = 0; d < head_size; ++d) to[d] = to[d] * keep + from[d] * add;
   }

@@ -14,26 +14,11 @@ namespace ssdkv::attention {
 // whole parts.
 inline constexpr std::int64_t kSplitPages = 8;
 
-void attend(const Kernels& kernels, const Problem& problem, std::int64_t rows,
-            std::int64_t threads);
+void attend(const Kernels& kernels, const Problem& problem, std::int64_t threads);
 
-void finish(const Kernels& kernels, const Output& output, std::int64_t tokens,
-            std::int64_t threads);
+void finish(const Kernels& kernels, const Output& output, std::int64_t threads);
 
-// States of an online softmax, one for each query and head, as Problem has them.
-struct States {
-  float* maximum;
-  float* denominator;
-  float* accumulator;
-};
-struct ConstStates {
-  const float* maximum;
-  const float* denominator;
-  const float* accumulator;
-};
-
-// Folds `part`, over further keys, into `states`, on this thread.
-void merge(const States& states, const ConstStates& part, std::int64_t count,
-           std::int64_t head_size);
+// Folds `part`, of the same queries over further keys, into `state`, on this thread.
+void merge(const State& state, const State& part);
 
 }  // namespace ssdkv::attention

@@ -26,33 +26,57 @@ struct PageLayout {
   DType dtype;
 };
 
-// Ragged rows of queries over lists of blocks, and the running softmax state they update in place.
-struct Problem {
-  PageLayout layout;
+// State of an online softmax of some query tokens, updated in place.
+struct State {
+  std::int64_t tokens;
   std::int64_t query_heads;
-  // Whether each (row, KV head) has a list of its own, [rows][kv_heads] instead of [rows], whose
-  // blocks are single pages of that head (sparse attention); the layout's block is then one page.
-  bool list_per_head;
-
-  const std::byte* query;  // [tokens][query_heads][head_size], tokens `query_stride` bytes apart
-  DType query_dtype;
-  std::int64_t query_stride;
-  float scale;
-  // Keys that a query sees at most, the newest, its own included; kUnbounded: all before it.
-  std::int64_t sliding_window = kUnbounded;
-
+  std::int64_t head_size;
   float* maximum;      // [tokens][query_heads]
   float* denominator;  // [tokens][query_heads]
   float* accumulator;  // [tokens][query_heads][head_size]
+};
 
-  const std::int32_t* row_query_begin;
-  const std::int32_t* row_query_count;
-  const std::int64_t* row_first_position;
-  const std::int32_t* row_block_begin;
-  const std::int32_t* row_block_end;
-  const std::uint64_t* block_base;
-  const std::int64_t* block_position;
-  const std::uint8_t* token_mask;  // [blocks][block_tokens]: 0 where a token takes no part; or null
+// Ragged rows of queries, and the range of pages that each attends to.
+struct Rows {
+  std::int64_t count;
+  const std::int32_t* query_begin;     // [count]
+  const std::int32_t* query_count;     // [count]
+  const std::int64_t* first_position;  // [count]
+  const std::int32_t* begin;           // [lists]
+  const std::int32_t* end;             // [lists]
+  // Whether each (row, KV head) has a list of its own, [count][kv_heads] instead of [count], whose
+  // blocks are single pages of that head (sparse attention); the layout's block is then one page.
+  bool list_per_head;
+};
+
+// Blocks, or single pages, that lie anywhere.
+struct Pages {
+  std::int64_t count;
+  const std::uint64_t* address;
+  const std::int64_t* position;    // of the first token in the request
+  const std::uint8_t* token_mask;  // [count][block_tokens]: 0 where a token takes no part; or null
+};
+
+// Vectors of tokens, [tokens][heads][head_size], tokens `stride` bytes apart.
+struct Vectors {
+  std::byte* data;
+  DType dtype;
+  std::int64_t stride;
+  std::int64_t tokens;
+  std::int64_t heads;
+  std::int64_t head_size;
+};
+
+// One call of attention: queries, the keys that they see, and the state that gets them.
+struct Problem {
+  PageLayout layout;
+  State state;
+  Rows rows;
+  Pages pages;
+  Vectors query;
+  float scale;
+  // Keys that a query sees at most, the newest, its own included; kUnbounded: all before it.
+  std::int64_t sliding_window = kUnbounded;
 };
 
 // A unit of work: some queries of one row, the query heads of one KV head, a range of the row's
@@ -71,14 +95,8 @@ struct Task {
 
 // Place of finished outputs.
 struct Output {
-  const float* maximum;
-  const float* denominator;
-  const float* accumulator;
-  std::int64_t query_heads;
-  std::int64_t head_size;
-  std::byte* out;  // [tokens][query_heads][head_size], tokens `out_stride` bytes apart
-  DType dtype;
-  std::int64_t out_stride;
+  State state;
+  Vectors out;
   float* lse;  // [tokens][query_heads] or null
 };
 

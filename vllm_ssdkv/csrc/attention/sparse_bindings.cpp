@@ -1,11 +1,13 @@
 // Python face of page selection. Arguments are checked here, as in bindings.cpp.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 
 #include <algorithm>
 #include <cmath>
 #include <iterator>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -20,12 +22,6 @@ namespace ssdkv::attention {
 namespace {
 
 constexpr std::int64_t kMaxChannels = kMaxHeadSize;
-
-PageLayout dense_layout(std::int64_t block_tokens, std::int64_t page_tokens, std::int64_t kv_heads,
-                        std::int64_t head_size, int dtype) {
-  const std::int64_t payload = 2 * page_tokens * head_size * item_bytes(to_dtype(dtype));
-  return to_layout(block_tokens, page_tokens, payload, kv_heads, head_size, dtype);
-}
 
 // Rows of a table of columns; throws unless first_column starts at 0 and never falls.
 std::int64_t rows_of(const Vector<std::int64_t>& first_column) {
@@ -44,7 +40,7 @@ std::int64_t columns_of(const Vector<std::int64_t>& first_column) {
 void check_heads(std::int64_t kv_heads, std::int64_t q_heads, std::int64_t threads) {
   require(kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0,
           "q_heads must be a positive multiple of kv_heads");
-  require(threads > 0, "threads must be positive");
+  check_threads(threads);
 }
 
 template <typename A>
@@ -59,97 +55,115 @@ const std::uint64_t* check_targets(const std::optional<Vector<std::uint64_t>>& l
   return list->data();
 }
 
-void py_summarize(Vector<std::uint64_t> source, std::optional<Vector<std::uint64_t>> bounds,
+void py_summarize(Vector<std::uint64_t> source, const BlockShape& shape,
+                  std::optional<Vector<std::uint64_t>> bounds,
                   std::optional<Vector<std::uint64_t>> spread,
                   std::optional<Vector<std::uint64_t>> channels,
                   std::optional<Vector<std::uint64_t>> scales,
-                  std::optional<Vector<std::uint64_t>> value_sum, std::int64_t block_tokens,
-                  std::int64_t page_tokens, std::int64_t page_stride, std::int64_t kv_heads,
-                  std::int64_t head_size, int dtype, std::int64_t threads) {
-  check_heads(kv_heads, kv_heads, threads);
+                  std::optional<Vector<std::uint64_t>> value_sum, std::int64_t threads) {
+  check_threads(threads);
   const std::int64_t blocks = extent(source.shape(0));
   require(channels || !scales, "scales are of channels");
-  const Summaries s{
-      to_layout(block_tokens, page_tokens, page_stride, kv_heads, head_size, dtype),
-      source.data(),
-      check_targets(bounds, blocks),
-      check_targets(spread, blocks),
-      check_targets(channels, blocks),
-      check_targets(scales, blocks),
-      check_targets(value_sum, blocks),
-  };
+  const Summaries s{shape,
+                    source.data(),
+                    check_targets(bounds, blocks),
+                    check_targets(spread, blocks),
+                    check_targets(channels, blocks),
+                    check_targets(scales, blocks),
+                    check_targets(value_sum, blocks)};
   const Unlocked unlocked;
   summarize_blocks(s, blocks, threads);
 }
 
-// Checks what says how tokens are ordered.
-void check_order(const Packing& p, const std::optional<Vector<std::uint8_t>>& ordered,
-                 const std::optional<Vector<std::int32_t>>& kept,
-                 const std::optional<Vector<std::uint64_t>>& features) {
-  if (!ordered) return;
-  require(p.pages != nullptr, "tokens are ordered on their way to slots");
-  require(extent(ordered->shape(0)) == p.layers, "ordered must be [layers]");
-  require(kept && extent(kept->shape(0)) == p.blocks, "kept must be [slots]");
-  for (std::int64_t i = 0; i < p.blocks; ++i) {
-    require(p.kept[i] >= 0 && p.kept[i] <= p.layout.block_tokens / p.layout.page_tokens,
-            "kept must be pages of a block");
+// What slots hold beside K and V, of so many layers.
+struct SlotTails {
+  BlockShape shape;
+  std::int64_t layers, page_bytes, summary_pages, channel_pages;
+  bool scaled, spread, value_sums;
+
+  SlotTails(const BlockShape& of, std::int64_t layers_of, std::int64_t bytes_of_page,
+            std::int64_t pages_of_summaries, std::int64_t pages_of_channels, bool scaled_channels,
+            bool spread_records, bool with_value_sums)
+      : shape(of),
+        layers(layers_of),
+        page_bytes(bytes_of_page),
+        summary_pages(pages_of_summaries),
+        channel_pages(pages_of_channels),
+        scaled(scaled_channels),
+        spread(spread_records),
+        value_sums(with_value_sums) {
+    require(layers > 0, "a slot has at least one layer");
+    require(page_bytes >= shape.payload(), "page_bytes is smaller than K and V of one page");
+    require(channel_pages >= 0 && (channel_pages > 0 || !scaled), "scales are of channels");
+    require(channel_pages == 0 || !spread, "summaries are channels or spread, not both");
+    require(spread || !value_sums, "sums of V are behind spread, or before channels");
+    const std::int64_t item = scaled ? 1 : item_bytes(shape.dtype);
+    require(channel_pages == 0 || channel_pages * shape.payload() >=
+                                      shape.kv_heads * shape.head_size * shape.block_tokens * item,
+            "channel_pages are too few for K");
+    const std::int64_t records =
+        shape.kv_heads *
+        ((channel_pages == 0 ? shape.groups() : (scaled ? 2 : 1)) + (value_sums ? 1 : 0));
+    require(summary_pages * shape.page_tokens >= layers * records,
+            "summary_pages are too few for the records");
   }
-  require(p.layout.block_tokens <= INT32_MAX, "the block has too many tokens");
-  if (!features) return;
-  require(extent(features->shape(0)) == p.layers * p.blocks, "features must be [layers * slots]");
-  require(p.feature_width > 0 && p.feature_width % kRowStep == 0,
-          "feature_width must be a multiple of 16");
-}
+};
+
+// How tokens are ordered: see Packing.
+struct Order {
+  Vector<std::uint8_t> ordered;
+  Vector<std::int32_t> kept;
+  Vector<std::uint64_t> features;
+  std::int64_t feature_width;
+
+  Order(const Vector<std::uint8_t>& layers, const Vector<std::int32_t>& kept_pages,
+        const std::optional<Vector<std::uint64_t>>& rows, std::int64_t width)
+      : ordered(layers), kept(kept_pages), feature_width(width) {
+    if (!rows) return;
+    features = *rows;
+    require(width > 0 && width % kRowStep == 0, "feature_width must be a multiple of 16");
+    require(features.shape(0) == ordered.shape(0) * kept.shape(0),
+            "features must be [layers * slots]");
+  }
+
+  void set(Packing& p) const {
+    require(p.pages != nullptr, "tokens are ordered on their way to slots");
+    require(extent(ordered.shape(0)) == p.layers, "ordered must be [layers]");
+    require(extent(kept.shape(0)) == p.blocks, "kept must be [slots]");
+    require(p.layout.block_tokens <= INT32_MAX, "the block has too many tokens");
+    for (std::int64_t i = 0; i < p.blocks; ++i) {
+      require(kept.data()[i] >= 0 && kept.data()[i] <= p.layout.block_tokens / p.layout.page_tokens,
+              "kept must be pages of a block");
+    }
+    p.ordered = ordered.data();
+    p.kept = kept.data();
+    p.features = features.is_valid() ? features.data() : nullptr;
+    p.feature_width = feature_width;
+  }
+};
 
 void py_pack_summarized(Vector<std::uint64_t> source, std::optional<Vector<std::uint64_t>> pages,
-                        Vector<std::uint64_t> tail, std::int64_t page_bytes,
-                        std::int64_t summary_pages, std::int64_t channel_pages, bool scaled,
-                        bool spread, bool value_sums, std::int64_t block_tokens,
-                        std::int64_t page_tokens, std::int64_t page_stride, std::int64_t kv_heads,
-                        std::int64_t head_size, int dtype, std::int64_t threads,
-                        std::optional<Vector<std::uint8_t>> ordered,
-                        std::optional<Vector<std::int32_t>> kept,
-                        std::optional<Vector<std::uint64_t>> features, std::int64_t feature_width) {
-  require(threads > 0, "threads must be positive");
+                        Vector<std::uint64_t> tail, const SlotTails& tails, std::int64_t threads,
+                        const Order* order) {
+  check_threads(threads);
   const std::int64_t blocks = extent(tail.shape(0));
-  const std::int64_t parts = extent(source.shape(0));
   require(!pages || extent(pages->shape(0)) == blocks, "pages and tail differ in slots");
-  require(blocks == 0 ? parts == 0 : parts % blocks == 0, "source must be [layers * slots]");
-  if (parts == 0) return;
-  const Packing p{
-      to_layout(block_tokens, page_tokens, page_stride, kv_heads, head_size, dtype),
-      parts / blocks,
-      blocks,
-      source.data(),
-      pages ? pages->data() : nullptr,
-      tail.data(),
-      page_bytes,
-      summary_pages,
-      channel_pages,
-      scaled,
-      spread ? PageRecord::kSpread : PageRecord::kBounds,
-      value_sums,
-      ordered ? ordered->data() : nullptr,
-      kept ? kept->data() : nullptr,
-      features ? features->data() : nullptr,
-      feature_width,
-  };
-  check_order(p, ordered, kept, features);
-  const std::int64_t item = item_bytes(p.layout.dtype);
-  const std::int64_t token = kv_heads * head_size;
-  require(page_bytes >= 2 * page_tokens * head_size * item,
-          "page_bytes is smaller than K and V of one page");
-  require(channel_pages >= 0 && (channel_pages > 0 || !scaled), "scales are of channels");
-  require(channel_pages == 0 || !spread, "summaries are channels or spread, not both");
-  require(spread || !value_sums, "sums of V are behind spread, or before channels");
-  require(channel_pages == 0 || channel_pages * 2 * page_tokens * head_size * item >=
-                                    token * block_tokens * (scaled ? 1 : item),
-          "channel_pages are too few for K");
-  const std::int64_t records =
-      kv_heads *
-      ((channel_pages == 0 ? block_tokens / page_tokens : (scaled ? 2 : 1)) + (value_sums ? 1 : 0));
-  require(summary_pages * page_tokens >= p.layers * records,
-          "summary_pages are too few for the records");
+  require(extent(source.shape(0)) == tails.layers * blocks, "source must be [layers * slots]");
+  if (blocks == 0) return;
+  Packing p{};
+  p.layout = tails.shape;
+  p.layers = tails.layers;
+  p.blocks = blocks;
+  p.source = source.data();
+  p.pages = pages ? pages->data() : nullptr;
+  p.tail = tail.data();
+  p.page_bytes = tails.page_bytes;
+  p.summary_pages = tails.summary_pages;
+  p.channel_pages = tails.channel_pages;
+  p.scaled = tails.scaled;
+  p.record = tails.spread ? PageRecord::kSpread : PageRecord::kBounds;
+  p.value_sums = tails.value_sums;
+  if (order != nullptr) order->set(p);
   const Unlocked unlocked;
   pack_summarized(p, threads);
 }
@@ -165,35 +179,65 @@ void check_blocks(const Vector<std::int32_t>& begin, const Vector<std::int32_t>&
   }
 }
 
+// Contexts and windows of rows: the same in every layer of a step.
+struct Contexts {
+  BlockShape shape;
+  Vector<std::int32_t> row_begin, row_end, window_tokens;
+  Vector<std::int64_t> first_page, first_token;
+  std::int64_t rows;
+
+  Contexts(const BlockShape& of, Vector<std::int32_t> begin, Vector<std::int32_t> end,
+           Vector<std::int32_t> window, Vector<std::int64_t> pages, Vector<std::int64_t> tokens)
+      : shape(of),
+        row_begin(begin),
+        row_end(end),
+        window_tokens(window),
+        first_page(pages),
+        first_token(tokens),
+        rows(rows_of(pages)) {
+    check_blocks(begin, end, rows, INT32_MAX);
+    check_size(window, rows, "window_tokens must be [rows]");
+    require(rows_of(tokens) == rows, "first_page and first_token differ in rows");
+    for (std::int64_t r = 0; r < rows; ++r) {
+      const std::int64_t blocks = end.data()[r] - begin.data()[r];
+      require(pages.data()[r + 1] - pages.data()[r] == blocks * shape.groups(),
+              "a row's pages are not those of its blocks");
+      require(window.data()[r] >= 0 && tokens.data()[r + 1] - tokens.data()[r] ==
+                                           blocks * shape.block_tokens + window.data()[r],
+              "a row's tokens are not those of its blocks and window");
+    }
+  }
+
+  void check_addresses(const Vector<std::uint64_t>& addresses) const {
+    for (std::int64_t r = 0; r < rows; ++r) {
+      require(row_end.data()[r] <= extent(addresses.shape(0)),
+              "a row's blocks reach beyond the addresses");
+    }
+  }
+};
+
 template <PageRecord Kind>
-void py_page_logits(ConstCube query, double scale, Vector<std::int32_t> row_begin,
-                    Vector<std::int32_t> row_end, Vector<std::uint64_t> records,
-                    Vector<std::int64_t> first_page, Array<float, nb::ndim<1>> logits,
-                    std::int64_t block_tokens, std::int64_t page_tokens, std::int64_t kv_heads,
-                    int dtype, std::int64_t threads) {
+void py_page_logits(ConstCube query, double scale, const Contexts& contexts,
+                    Vector<std::uint64_t> records, Array<float, nb::ndim<1>> logits,
+                    std::int64_t threads) {
   PageScoring s{};
   s.kind = Kind;
-  s.layout = dense_layout(block_tokens, page_tokens, kv_heads, extent(query.shape(2)), dtype);
+  s.layout = contexts.shape;
   s.query_heads = extent(query.shape(1));
-  check_heads(kv_heads, s.query_heads, threads);
-  const std::int64_t rows = rows_of(first_page);
-  require(extent(query.shape(0)) == rows, "query and first_page differ in rows");
-  check_blocks(row_begin, row_end, rows, extent(records.shape(0)));
-  for (std::int64_t r = 0; r < rows; ++r) {
-    const std::int64_t blocks = row_end.data()[r] - row_begin.data()[r];
-    require(
-        first_page.data()[r + 1] - first_page.data()[r] == blocks * (block_tokens / page_tokens),
-        "a row's pages are not those of its blocks");
-  }
-  check_size(logits, columns_of(first_page) * s.query_heads, "logits must be [q_heads * pages]");
+  check_heads(s.layout.kv_heads, s.query_heads, threads);
+  require(extent(query.shape(0)) == contexts.rows && extent(query.shape(2)) == s.layout.head_size,
+          "query must be [rows, q_heads, head_size]");
+  contexts.check_addresses(records);
+  check_size(logits, columns_of(contexts.first_page) * s.query_heads,
+             "logits must be [q_heads * pages]");
   s.query = query.data();
   s.scale = static_cast<float>(scale);
-  s.row_begin = row_begin.data();
+  s.row_begin = contexts.row_begin.data();
   s.records = records.data();
-  s.first_column = first_page.data();
+  s.first_column = contexts.first_page.data();
   s.logits = logits.data();
   const Unlocked unlocked;
-  score_pages(s, rows, threads);
+  score_pages(s, contexts.rows, threads);
 }
 
 void py_choose_channels(ConstCube query, double scale, std::int64_t kv_heads,
@@ -220,42 +264,36 @@ void py_choose_channels(ConstCube query, double scale, std::int64_t kv_heads,
 }
 
 void py_channel_logits(Array<const std::int32_t, nb::ndim<3>> channels, ConstCube reduced,
-                       Vector<std::int32_t> row_begin, Vector<std::int32_t> row_end,
-                       Vector<std::uint64_t> base, std::optional<Vector<std::uint64_t>> scales,
+                       const Contexts& contexts, Vector<std::uint64_t> base,
+                       std::optional<Vector<std::uint64_t>> scales,
                        Vector<std::int32_t> window_begin, Vector<std::int32_t> window_end,
-                       Vector<std::uint64_t> window, Vector<std::int32_t> window_tokens,
-                       Vector<std::int64_t> first_token, Array<float, nb::ndim<1>> logits,
-                       std::int64_t block_tokens, std::int64_t page_tokens,
-                       std::int64_t page_stride, std::int64_t head_size, bool chosen_only,
-                       int dtype, std::int64_t threads) {
+                       Vector<std::uint64_t> window, Array<float, nb::ndim<1>> logits,
+                       bool chosen_only, std::int64_t threads) {
   ChannelScoring s{};
-  const std::int64_t kv_heads = extent(channels.shape(1));
-  s.layout = to_layout(block_tokens, page_tokens, page_stride, kv_heads, head_size, dtype);
+  const std::int64_t rows = contexts.rows;
+  const std::int64_t head_size = contexts.shape.head_size;
+  s.layout = contexts.shape;
   s.query_heads = extent(reduced.shape(1));
   s.count = extent(channels.shape(2));
-  check_heads(kv_heads, s.query_heads, threads);
-  const std::int64_t rows = rows_of(first_token);
-  require(extent(channels.shape(0)) == rows && extent(reduced.shape(0)) == rows &&
-              extent(reduced.shape(2)) == s.count && s.count > 0 && s.count <= kMaxChannels,
+  check_heads(s.layout.kv_heads, s.query_heads, threads);
+  require(extent(channels.shape(0)) == rows && extent(channels.shape(1)) == s.layout.kv_heads &&
+              extent(reduced.shape(0)) == rows && extent(reduced.shape(2)) == s.count &&
+              s.count > 0 && s.count <= kMaxChannels,
           "channels [rows, kv_heads, count] and reduced [rows, q_heads, count] differ");
   for (std::size_t i = 0; i < channels.size(); ++i) {
     require(channels.data()[i] >= 0 && channels.data()[i] < head_size,
             "a channel lies outside the head");
   }
-  check_blocks(row_begin, row_end, rows, extent(base.shape(0)));
+  contexts.check_addresses(base);
   s.scales = check_targets(scales, extent(base.shape(0)));
   check_blocks(window_begin, window_end, rows, extent(window.shape(0)));
-  check_size(window_tokens, rows, "window_tokens must be [rows]");
   for (std::int64_t r = 0; r < rows; ++r) {
-    const std::int64_t tokens = window_tokens.data()[r];
     const std::int64_t blocks = window_end.data()[r] - window_begin.data()[r];
-    require(tokens >= 0 && tokens <= blocks * block_tokens,
+    require(contexts.window_tokens.data()[r] <= blocks * s.layout.block_tokens,
             "a window has more tokens than its blocks hold");
-    const std::int64_t context = (row_end.data()[r] - row_begin.data()[r]) * block_tokens;
-    require(first_token.data()[r + 1] - first_token.data()[r] == context + tokens,
-            "a row's tokens are not those of its blocks and window");
   }
-  check_size(logits, columns_of(first_token) * s.query_heads, "logits must be [q_heads * tokens]");
+  check_size(logits, columns_of(contexts.first_token) * s.query_heads,
+             "logits must be [q_heads * tokens]");
   std::vector<std::int32_t> place(channels.data(), channels.data() + channels.size());
   if (chosen_only) {
     for (std::size_t i = 0; i < place.size(); ++i) {
@@ -266,13 +304,13 @@ void py_channel_logits(Array<const std::int32_t, nb::ndim<3>> channels, ConstCub
   s.place = place.data();
   s.channels = channels.data();
   s.query = reduced.data();
-  s.row_begin = row_begin.data();
-  s.row_end = row_end.data();
+  s.row_begin = contexts.row_begin.data();
+  s.row_end = contexts.row_end.data();
   s.base = base.data();
   s.window_begin = window_begin.data();
   s.window = window.data();
-  s.window_tokens = window_tokens.data();
-  s.first_column = first_token.data();
+  s.window_tokens = contexts.window_tokens.data();
+  s.first_column = contexts.first_token.data();
   s.logits = logits.data();
   const Unlocked unlocked;
   score_channels(s, rows, threads);
@@ -336,9 +374,10 @@ void py_score_tokens(Vector<float> logits, Vector<std::int64_t> first_token,
   score_tokens(s, rows, threads);
 }
 
-nb::tuple py_choose(Vector<float> score, Vector<float> mass, ConstMatrix window_mass,
-                    Vector<std::int64_t> first_column, Vector<std::int32_t> least,
-                    Vector<std::int32_t> most, std::int64_t sinks, double p, std::int64_t threads) {
+std::tuple<ArrayOut<std::int32_t>, ArrayOut<std::int32_t>, ArrayOut<float>> py_choose(
+    Vector<float> score, Vector<float> mass, ConstMatrix window_mass,
+    Vector<std::int64_t> first_column, Vector<std::int32_t> least, Vector<std::int32_t> most,
+    std::int64_t sinks, double p, std::int64_t threads) {
   const std::int64_t rows = rows_of(first_column);
   const std::int64_t kv_heads = extent(window_mass.shape(1));
   check_heads(kv_heads, kv_heads, threads);
@@ -356,14 +395,13 @@ nb::tuple py_choose(Vector<float> score, Vector<float> mass, ConstMatrix window_
     const Unlocked unlocked;
     chosen = choose_columns(choice, rows, threads);
   }
-  return nb::make_tuple(to_numpy(std::move(chosen.columns)), to_numpy(std::move(chosen.begin)),
-                        to_numpy(std::move(chosen.mass)));
+  return {to_numpy(std::move(chosen.columns)), to_numpy(std::move(chosen.begin)),
+          to_numpy(std::move(chosen.mass))};
 }
 
 void py_cover(Vector<float> logits, Vector<std::int64_t> first_token, ConstMatrix lse,
               Vector<std::int32_t> window_tokens, Vector<std::int32_t> pages,
-              Vector<std::int32_t> begin,
-              std::optional<Array<const std::uint8_t, nb::ndim<2>>> token_mask, Matrix alpha,
+              Vector<std::int32_t> begin, std::optional<Mask> token_mask, Matrix alpha,
               std::int64_t page_tokens, std::int64_t threads) {
   const std::int64_t rows = rows_of(first_token);
   const std::int64_t q_heads = extent(lse.shape(1));
@@ -440,24 +478,24 @@ std::pair<ArrayOut<std::int32_t>, ArrayOut<std::int32_t>> py_without(
   return {to_numpy(std::move(left)), to_numpy(std::move(edges))};
 }
 
-void py_compensate(const ConstMatrix& l, const Cube& acc, const Vector<std::int64_t>& token,
+void py_compensate(const BoundState& state, const Vector<std::int64_t>& token,
                    const ConstMatrix& alpha, const ConstCube& mean) {
-  const std::int64_t tokens = extent(l.shape(0));
-  const std::size_t heads = l.shape(1), head_size = acc.shape(2), kv_heads = mean.shape(1);
-  require(acc.shape(0) == l.shape(0) && acc.shape(1) == heads && mean.shape(2) == head_size,
-          "l, acc and mean do not belong together");
+  const auto heads = static_cast<std::size_t>(state.query_heads);
+  const auto head_size = static_cast<std::size_t>(state.head_size);
+  const std::size_t kv_heads = mean.shape(1);
+  require(mean.shape(2) == head_size, "the state and mean do not belong together");
   require(alpha.shape(0) == token.shape(0) && mean.shape(0) == token.shape(0) &&
               alpha.shape(1) == heads && kv_heads > 0 && heads % kv_heads == 0,
           "alpha and mean must have one row for each token");
   for (std::size_t r = 0; r < token.shape(0); ++r) {
     const std::int64_t t = token.data()[r];
-    require(t >= 0 && t < tokens, "a token lies outside l and acc");
+    require(t >= 0 && t < state.tokens, "a token lies outside the state");
     for (std::size_t h = 0; h < heads; ++h) {
       const std::size_t at = static_cast<std::size_t>(t) * heads + h;
       const float kept = alpha.data()[r * heads + h];
-      const float rest = (1.0F - kept) * l.data()[at];
+      const float rest = (1.0F - kept) * state.denominator[at];
       const float* from = mean.data() + (r * kv_heads + h / (heads / kv_heads)) * head_size;
-      float* to = acc.data() + at * head_size;
+      float* to = state.accumulator + at * head_size;
       for (std::size_t d = 0; d < head_size; ++d) to[d] = kept * to[d] + rest * from[d];
     }
   }
@@ -465,8 +503,8 @@ void py_compensate(const ConstMatrix& l, const Cube& acc, const Vector<std::int6
 
 // The softmax mass that lists leave out, where there is an estimate (it is not NaN), and the tokens
 // that a mask leaves in.
-std::pair<double, std::int64_t> py_count_choice(
-    const ConstMatrix& mass, std::optional<Array<const std::uint8_t, nb::ndim<2>>> token_mask) {
+std::pair<double, std::int64_t> py_count_choice(const ConstMatrix& mass,
+                                                std::optional<Mask> token_mask) {
   double missing = 0;
   for (std::size_t i = 0; i < mass.size(); ++i) {
     if (mass.data()[i] < 1.0F) missing += 1.0 - static_cast<double>(mass.data()[i]);
@@ -481,28 +519,50 @@ std::pair<double, std::int64_t> py_count_choice(
 }  // namespace
 
 void bind_sparse(nb::module_& module) {
-  module.def("summarize", &py_summarize, nb::arg("source").noconvert(),
+  module.def("summarize", &py_summarize, nb::arg("source").noconvert(), nb::arg("shape"),
              nb::arg("bounds").noconvert().none(), nb::arg("spread").noconvert().none(),
              nb::arg("channels").noconvert().none(), nb::arg("scales").noconvert().none(),
-             nb::arg("value_sum").noconvert().none(), nb::arg("block_tokens"),
-             nb::arg("page_tokens"), nb::arg("page_stride"), nb::arg("kv_heads"),
-             nb::arg("head_size"), nb::arg("dtype"), nb::arg("threads"),
-             "Page records, channel-major K and sums of V of blocks.");
+             nb::arg("value_sum").noconvert().none(), nb::arg("threads"),
+             "Write summaries of blocks: page records, channel-major K and sums of V.");
+  nb::class_<SlotTails>(module, "SlotTails", R"(What slots of L layers hold beside K and V.
+
+Pages are ``page_bytes`` apart. A tail has ``summary_pages``, then ``channel_pages`` of each layer.
+Without channel pages summaries are bounds, or ``spread``, behind which may be the sums of V
+(``value_sums``); ``scaled`` channels are int8.)")
+      .def(nb::init<const BlockShape&, std::int64_t, std::int64_t, std::int64_t, std::int64_t, bool,
+                    bool, bool>(),
+           nb::arg("shape"), nb::arg("layers"), nb::arg("page_bytes"), nb::arg("summary_pages"),
+           nb::arg("channel_pages"), nb::arg("scaled"), nb::arg("spread"), nb::arg("value_sums"));
+  nb::class_<Order>(module, "Order", R"(Order of the tokens of blocks on their way to slots.
+
+Tokens of layers that are ``ordered [L]`` go into their pages by likeness, but for the first ``kept
+[n]`` pages: by K or by the ``features [L * n]`` of a block, addresses, 0 for none.)")
+      .def(nb::init<const Vector<std::uint8_t>&, const Vector<std::int32_t>&,
+                    const std::optional<Vector<std::uint64_t>>&, std::int64_t>(),
+           nb::arg("ordered").noconvert(), nb::arg("kept").noconvert(),
+           nb::arg("features").noconvert().none(), nb::arg("feature_width"));
   module.def("pack_summarized", &py_pack_summarized, nb::arg("source").noconvert(),
-             nb::arg("pages").noconvert().none(), nb::arg("tail").noconvert(),
-             nb::arg("page_bytes"), nb::arg("summary_pages"), nb::arg("channel_pages"),
-             nb::arg("scaled"), nb::arg("spread"), nb::arg("value_sums"), nb::arg("block_tokens"),
-             nb::arg("page_tokens"), nb::arg("page_stride"), nb::arg("kv_heads"),
-             nb::arg("head_size"), nb::arg("dtype"), nb::arg("threads"),
-             nb::arg("ordered").noconvert().none(), nb::arg("kept").noconvert().none(),
-             nb::arg("features").noconvert().none(), nb::arg("feature_width"),
-             "Copy blocks of all layers to slots, and make their summaries and channels.");
+             nb::arg("pages").noconvert().none(), nb::arg("tail").noconvert(), nb::arg("tails"),
+             nb::arg("threads"), nb::arg("order") = nb::none(),
+             R"(Copy n blocks of L layers to slots, and make what selectors must know of them.
+
+``source [L * n]``: addresses of each layer's part of each block. ``pages [n]``: addresses of the
+slots' first pages of K and V, None to make tails only; ``tail [n]``: those of their tails' first
+pages.)");
+  nb::class_<Contexts>(module, "Contexts",
+                       R"(Contexts and windows of rows, for every layer of a step.
+
+Row r has the blocks ``row_begin[r]..row_end[r]`` of what a call lists, and ``window_tokens[r]``
+behind them; its columns begin at ``first_page[r]`` and ``first_token[r]`` of a table.)")
+      .def(nb::init<const BlockShape&, Vector<std::int32_t>, Vector<std::int32_t>,
+                    Vector<std::int32_t>, Vector<std::int64_t>, Vector<std::int64_t>>(),
+           nb::arg("shape"), nb::arg("row_begin").noconvert(), nb::arg("row_end").noconvert(),
+           nb::arg("window_tokens").noconvert(), nb::arg("first_page").noconvert(),
+           nb::arg("first_token").noconvert());
   const auto bind_page_logits = [&](const char* name, auto function, const char* text) {
-    module.def(name, function, nb::arg("query").noconvert(), nb::arg("scale"),
-               nb::arg("row_begin").noconvert(), nb::arg("row_end").noconvert(),
-               nb::arg("records").noconvert(), nb::arg("first_page").noconvert(),
-               nb::arg("logits").noconvert(), nb::arg("block_tokens"), nb::arg("page_tokens"),
-               nb::arg("kv_heads"), nb::arg("dtype"), nb::arg("threads"), text);
+    module.def(name, function, nb::arg("query").noconvert(), nb::arg("scale"), nb::arg("contexts"),
+               nb::arg("records").noconvert(), nb::arg("logits").noconvert(), nb::arg("threads"),
+               text);
   };
   bind_page_logits("bound_logits", &py_page_logits<PageRecord::kBounds>,
                    "Upper bounds of the scaled logits of each page.");
@@ -512,14 +572,11 @@ void bind_sparse(nb::module_& module) {
              nb::arg("kv_heads"), nb::arg("channels").noconvert(), nb::arg("reduced").noconvert(),
              nb::arg("together"), "SparQ's channels and the scaled queries of them.");
   module.def("channel_logits", &py_channel_logits, nb::arg("channels").noconvert(),
-             nb::arg("reduced").noconvert(), nb::arg("row_begin").noconvert(),
-             nb::arg("row_end").noconvert(), nb::arg("base").noconvert(),
+             nb::arg("reduced").noconvert(), nb::arg("contexts"), nb::arg("base").noconvert(),
              nb::arg("scales").noconvert().none(), nb::arg("window_begin").noconvert(),
              nb::arg("window_end").noconvert(), nb::arg("window").noconvert(),
-             nb::arg("window_tokens").noconvert(), nb::arg("first_token").noconvert(),
-             nb::arg("logits").noconvert(), nb::arg("block_tokens"), nb::arg("page_tokens"),
-             nb::arg("page_stride"), nb::arg("head_size"), nb::arg("chosen_only"), nb::arg("dtype"),
-             nb::arg("threads"), "SparQ's approximate logits of context and window.");
+             nb::arg("logits").noconvert(), nb::arg("chosen_only"), nb::arg("threads"),
+             "SparQ's approximate logits of context, then window.");
   module.def("weigh", &py_weigh, nb::arg("logits").noconvert(), nb::arg("first_page").noconvert(),
              nb::arg("window_lse").noconvert().none(), nb::arg("weights").noconvert(),
              nb::arg("window_mass").noconvert(), nb::arg("lse").noconvert(), nb::arg("q_heads"),
@@ -543,9 +600,8 @@ void bind_sparse(nb::module_& module) {
   module.def("without", &py_without, nb::arg("pages").noconvert(), nb::arg("begin").noconvert(),
              nb::arg("known").noconvert(), nb::arg("known_begin").noconvert(),
              "Lists of pages without those of other lists, and their edges.");
-  module.def("compensate", &py_compensate, nb::arg("l").noconvert(), nb::arg("acc").noconvert(),
-             nb::arg("token").noconvert(), nb::arg("alpha").noconvert(),
-             nb::arg("mean").noconvert(),
+  module.def("compensate", &py_compensate, nb::arg("state"), nb::arg("token").noconvert(),
+             nb::arg("alpha").noconvert(), nb::arg("mean").noconvert(),
              "acc = alpha * acc + (1 - alpha) * l * mean for some tokens.");
   module.def("count_choice", &py_count_choice, nb::arg("mass").noconvert(),
              nb::arg("token_mask").noconvert().none(),

@@ -12,11 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from vllm_ssdkv import _kernels
 
 IntArray: TypeAlias = NDArray[np.signedinteger] | NDArray[np.unsignedinteger] | torch.Tensor
 """One-dimensional integers, on the host (numpy, CPU tensor) or on the kernels' device."""
@@ -25,6 +28,13 @@ _Number = TypeVar("_Number", bound=np.generic)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Element types that every provider of kernels accepts for queries, keys, values and outputs."""
+
+NATIVE_DTYPES = {
+    torch.float32: _kernels.FLOAT32,
+    torch.float16: _kernels.FLOAT16,
+    torch.bfloat16: _kernels.BFLOAT16,
+}
+"""Native kernels' numbers of the element types."""
 
 MAX_HEAD_SIZE = 256
 """Channels of a head that native kernels have registers for (``kMaxHeadSize``), and Triton's tiles
@@ -44,7 +54,7 @@ def head_size_problem(head_size: int) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BlockLayout:
     """Layout of a block of one layer, element by element. Immutable, any thread.
 
@@ -100,6 +110,18 @@ class BlockLayout:
             self.head_size,
             page_stride_bytes,
             self.dtype,
+        )
+
+    @cached_property
+    def shape(self) -> _kernels.BlockShape:
+        """The layout as native kernels take it; ``ValueError`` if they have none for it."""
+        return _kernels.BlockShape(
+            self.block_tokens,
+            self.page_tokens,
+            self.page_stride_bytes,
+            self.kv_heads,
+            self.head_size,
+            NATIVE_DTYPES[self.dtype],
         )
 
     @property
@@ -193,7 +215,7 @@ def block_stride(cache: torch.Tensor) -> int:
     return stride[0]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rows:
     """R ragged query rows, each with its range of blocks in a :class:`BlockSource`.
 
@@ -237,6 +259,17 @@ class Rows:
         blocks = int((high - low).max()) if count.size else 0
         return cls(begin, count, first, low, high, queries, blocks)
 
+    @cached_property
+    def bound(self) -> _kernels.Rows:
+        """The rows, which lie on the host, as native kernels take them: checked."""
+        return _kernels.Rows(
+            on_host(self.query_begin, np.int32),
+            on_host(self.query_count, np.int32),
+            on_host(self.first_position, np.int64),
+            on_host(self.block_begin, np.int32),
+            on_host(self.block_end, np.int32),
+        )
+
     def to(self, device: torch.device) -> Rows:
         """The same rows as tensors on ``device``: once per step, then used by every layer."""
         return Rows(
@@ -271,7 +304,7 @@ def on_host(values: IntArray, dtype: type[_Number]) -> NDArray[_Number]:
     return np.ascontiguousarray(values, dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PartialState:
     """State of an online softmax (Milakov and Gimelshein 2018), updated in place by ``attend``.
 
@@ -306,6 +339,15 @@ class PartialState:
     def rows(self, index: torch.Tensor) -> PartialState:
         """A copy, on the host, of the states of some queries, int64 [R]."""
         return PartialState(self.m[index].cpu(), self.l[index].cpu(), self.acc[index].cpu())
+
+    @cached_property
+    def bound(self) -> _kernels.State:
+        """The state, which lies on the host, as native kernels take it; ``ValueError`` if none of
+        them can."""
+        if not self.acc.is_cpu:
+            raise ValueError(f"the state must be on the CPU, not on {self.acc.device}")
+        self.check(self.acc)
+        return _kernels.State(self.m.numpy(), self.l.numpy(), self.acc.numpy())
 
     def check(self, query: torch.Tensor) -> None:
         """Raise ``ValueError`` unless this is a contiguous state of ``query [T, Hq, D]``."""

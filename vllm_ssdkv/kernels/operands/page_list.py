@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
+import numpy as np
+
 from vllm_ssdkv import _kernels
-from vllm_ssdkv.kernels.operands.block_layout import IntArray
+from vllm_ssdkv.kernels.operands.block_layout import IntArray, on_host
 
 SPLIT_PAGES: Final = _kernels.SPLIT_PAGES
 """Pages of a list, counted from its first one, whose attention is one partial state. Calls that
 have whole such parts of a list give together the bits of one call with all of it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PageList:
     """P pages of one layer for R rows and ``kv_heads`` KV heads. Holds references, copies nothing.
 
@@ -61,3 +64,22 @@ class PageList:
         mask = self.token_mask
         if mask is not None and (len(mask.shape) != 2 or mask.shape[0] != pages[0]):
             raise ValueError(f"a token mask must be [{pages[0]}, page_tokens], got {mask.shape}")
+
+    @cached_property
+    def bound(self) -> tuple[_kernels.Rows, _kernels.Pages]:
+        """The lists, on the host, as native kernels take them: checked."""
+        rows = _kernels.Rows(
+            on_host(self.query_token, np.int32),
+            None,
+            on_host(self.query_position, np.int64),
+            on_host(self.begin, np.int32),
+            on_host(self.end, np.int32),
+            list_per_head=True,
+        )
+        mask = self.token_mask
+        pages = _kernels.Pages(
+            on_host(self.address, np.uint64),
+            on_host(self.position, np.int64),
+            None if mask is None else on_host(mask, np.uint8),
+        )
+        return rows, pages

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_ssdkv import _kernels
+
 ROW_STEP: Final = 16
 """Features of a token are padded to a multiple of so many (``kRowStep``)."""
 
@@ -62,3 +64,8 @@ class TokenOrder:
                 raise ValueError(f"features of {rows.dtype} {tuple(rows.shape)} cannot be used")
             found[layer, block] = rows.data_ptr()
         return found.ravel()
+
+    @property
+    def bound(self) -> _kernels.Order:
+        """The order as native kernels take it: checked."""
+        return _kernels.Order(self.layers, self.kept, self.addresses(), self.width)

@@ -259,6 +259,15 @@ class NodeAttention:
         self._query_bytes = shape.query_heads * shape.head_size * item
         self._constants = _Constants()
         self._code = getattr(_kernels, shape.dtype.upper())
+        # Pages are blocks of their own.
+        self._page = _kernels.BlockShape(
+            shape.page_tokens,
+            shape.page_tokens,
+            payload,
+            shape.kv_heads,
+            shape.head_size,
+            self._code,
+        )
         self.bounds = AttendBounds.of(geometry, shape.slots, shape.page_tokens, nbytes)
         self._told = ToldBlocks(geometry, shape.slots, self.bounds.blocks, volumes)
         nbytes = max(nbytes, 4 * geometry.layer_bytes)
@@ -448,26 +457,27 @@ class NodeAttention:
         shape, queries, constants = self._shape, part.queries, self._constants
         count, heads = queries.m.shape
         constants.grow(max(count, len(address)))
-        _kernels.attend_pages(
-            queries.data.ctypes.data,
-            self._code,
-            self._query_bytes,
+        _kernels.attend(
+            _kernels.Vectors(
+                queries.data.ctypes.data,
+                self._code,
+                self._query_bytes,
+                count,
+                heads,
+                shape.head_size,
+            ),
             scale,
-            queries.m,
-            queries.total,
-            queries.acc,
-            constants.numbers[:count],
-            constants.far[:count],
-            part.per_query(begin),
-            part.per_query(end),
-            address,
-            constants.zeros[: len(address)],
-            masks,
-            shape.page_tokens,
-            shape.kv_heads,
-            heads,
-            shape.head_size,
-            self._code,
+            _kernels.State(queries.m, queries.total, queries.acc),
+            _kernels.Rows(
+                constants.numbers[:count],
+                None,
+                constants.far[:count],
+                part.per_query(begin),
+                part.per_query(end),
+                list_per_head=True,
+            ),
+            _kernels.Pages(address, constants.zeros[: len(address)], masks),
+            self._page,
             self._threads,
         )
         self.nbytes += len(address) * self._geometry.payload_bytes

@@ -48,17 +48,17 @@ struct TaskRows {
   TaskRows(const Problem& p, const Task& t)
       : problem(p),
         task(t),
-        group(p.query_heads / p.layout.kv_heads),
+        group(p.state.query_heads / p.layout.kv_heads),
         count(t.query_count * group),
         head_size(p.layout.head_size) {}
 
   std::int64_t token(std::int64_t row) const {
-    return problem.row_query_begin[task.row] + task.query_begin + row / group;
+    return problem.rows.query_begin[task.row] + task.query_begin + row / group;
   }
   std::int64_t head(std::int64_t row) const { return task.head * group + row % group; }
   // Index in [tokens][query_heads].
   std::int64_t place(std::int64_t row) const {
-    return token(row) * problem.query_heads + head(row);
+    return token(row) * problem.state.query_heads + head(row);
   }
 };
 
@@ -119,7 +119,7 @@ void read_query(const Work& w, std::int64_t row, float* to, std::int64_t step) {
   constexpr auto kItem = static_cast<std::int64_t>(sizeof(T));
   const Problem& p = w.problem;
   const std::byte* from =
-      p.query + w.token(row) * p.query_stride + w.head(row) * w.head_size * kItem;
+      p.query.data + w.token(row) * p.query.stride + w.head(row) * w.head_size * kItem;
   for (std::int64_t d = 0; d < w.head_size; d += kLanes) {
     const std::int64_t left = w.head_size - d;
     float lanes[kLanes];
@@ -150,7 +150,7 @@ void read_queries(const Work& w) {
 // do.
 void begin(const Work& w) {
   const Problem& p = w.problem;
-  switch (p.query_dtype) {
+  switch (p.query.dtype) {
     case DType::kFloat32:
       read_queries<float>(w);
       break;
@@ -169,9 +169,9 @@ void begin(const Work& w) {
     w.denominator[row] = 0.0f;
     if (row >= w.count || w.task.partial != nullptr) continue;
     const std::int64_t at = w.place(row);
-    w.maximum[row] = p.maximum[at];
-    w.denominator[row] = p.denominator[at];
-    std::memcpy(w.accumulator + row * w.width, p.accumulator + at * w.head_size,
+    w.maximum[row] = p.state.maximum[at];
+    w.denominator[row] = p.state.denominator[at];
+    std::memcpy(w.accumulator + row * w.width, p.state.accumulator + at * w.head_size,
                 static_cast<std::size_t>(w.head_size) * sizeof(float));
   }
 }
@@ -184,9 +184,9 @@ void end(const Work& w) {
     float* accumulator = w.task.partial + 2 * w.count + row * w.head_size;
     if (w.task.partial == nullptr) {
       const std::int64_t at = w.place(row);
-      maximum = p.maximum + at;
-      denominator = p.denominator + at;
-      accumulator = p.accumulator + at * w.head_size;
+      maximum = p.state.maximum + at;
+      denominator = p.state.denominator + at;
+      accumulator = p.state.accumulator + at * w.head_size;
     }
     *maximum = w.maximum[row];
     *denominator = w.denominator[row];
@@ -296,13 +296,13 @@ void fold(const Problem& p, const Task& task, const float* partials, std::int64_
       const std::int64_t at = rows.place(row);
       const float denominator = partials[rows.count + row];
       if (denominator == 0.0f) continue;  // saw no key
-      const float before = p.maximum[at];
+      const float before = p.state.maximum[at];
       const float now = partials[row] > before ? partials[row] : before;
       const float keep = exp_one(before - now);
       const float add = exp_one(partials[row] - now);
-      p.maximum[at] = now;
-      p.denominator[at] = p.denominator[at] * keep + denominator * add;
-      float* to = p.accumulator + at * rows.head_size;
+      p.state.maximum[at] = now;
+      p.state.denominator[at] = p.state.denominator[at] * keep + denominator * add;
+      float* to = p.state.accumulator + at * rows.head_size;
       const float* from = partials + 2 * rows.count + row * rows.head_size;
       for (std::int64_t d = 0; d < rows.head_size; ++d) to[d] = to[d] * keep + from[d] * add;
     }
@@ -313,24 +313,26 @@ template <typename T>
 void finish_tokens(const Output& o, std::int64_t token_begin, std::int64_t token_end) {
   constexpr auto kItem = static_cast<std::int64_t>(sizeof(T));
   for (std::int64_t token = token_begin; token < token_end; ++token) {
-    for (std::int64_t head = 0; head < o.query_heads; ++head) {
-      const std::int64_t at = token * o.query_heads + head;
-      const float denominator = o.denominator[at];
+    for (std::int64_t head = 0; head < o.state.query_heads; ++head) {
+      const std::int64_t at = token * o.state.query_heads + head;
+      const float denominator = o.state.denominator[at];
       const bool seen = denominator != 0.0f;
-      const auto* from = reinterpret_cast<const std::byte*>(o.accumulator + at * o.head_size);
-      std::byte* to = o.out + token * o.out_stride + head * o.head_size * kItem;
-      for (std::int64_t d = 0; d < o.head_size; d += kLanes) {
-        const std::int64_t left = o.head_size - d;
+      const auto* from =
+          reinterpret_cast<const std::byte*>(o.state.accumulator + at * o.state.head_size);
+      std::byte* to = o.out.data + token * o.out.stride + head * o.state.head_size * kItem;
+      for (std::int64_t d = 0; d < o.state.head_size; d += kLanes) {
+        const std::int64_t left = o.state.head_size - d;
         const Vec sum = load_some<float>(from + d * static_cast<std::int64_t>(sizeof(float)), left);
         store_some<T>(to + d * kItem, seen ? sum / denominator : Vec{}, left);
       }
-      if (o.lse != nullptr) o.lse[at] = seen ? o.maximum[at] + ::logf(denominator) : -kInfinity;
+      if (o.lse != nullptr)
+        o.lse[at] = seen ? o.state.maximum[at] + ::logf(denominator) : -kInfinity;
     }
   }
 }
 
 void finish(const Output& o, std::int64_t token_begin, std::int64_t token_end) {
-  switch (o.dtype) {
+  switch (o.out.dtype) {
     case DType::kFloat32:
       return finish_tokens<float>(o, token_begin, token_end);
     case DType::kBFloat16:

@@ -32,12 +32,12 @@ class TileReader {
       : problem_(problem),
         block_(task.block_begin),
         end_(task.block_end),
-        origin_(problem.row_first_position[task.row]),
+        origin_(problem.rows.first_position[task.row]),
         oldest_(task.query_begin - problem.sliding_window + 1),
         limit_(task.query_begin + task.query_count - 1) {
     const PageLayout& layout = problem.layout;
     entry_ = layout.head_size * item_bytes(layout.dtype);
-    if (!problem.list_per_head) {
+    if (!problem.rows.list_per_head) {
       head_offset_ = task.head * (layout.block_tokens / layout.page_tokens) * layout.page_stride;
     }
     enter_block();
@@ -69,7 +69,7 @@ class TileReader {
   void enter_block() {
     const PageLayout& layout = problem_.layout;
     for (; block_ < end_; ++block_) {
-      const std::int64_t start = problem_.block_position[block_] - origin_;
+      const std::int64_t start = problem_.pages.position[block_] - origin_;
       if (start > limit_ || start + layout.block_tokens <= oldest_) continue;
       const std::int64_t seen = limit_ - start + 1;
       visible_ = seen < layout.block_tokens ? seen : layout.block_tokens;
@@ -88,12 +88,12 @@ class TileReader {
     std::int64_t run = layout.page_tokens - at;
     if (run > visible_ - token_) run = visible_ - token_;
     if (run > kKeys - tile.count) run = kKeys - tile.count;
-    const std::byte* key = reinterpret_cast<const std::byte*>(problem_.block_base[block_]) +
+    const std::byte* key = reinterpret_cast<const std::byte*>(problem_.pages.address[block_]) +
                            head_offset_ + page * layout.page_stride + at * entry_;
     const std::byte* value = key + layout.page_tokens * entry_;
     const auto position = static_cast<std::int32_t>(start_ + token_);
-    if (problem_.token_mask != nullptr) {
-      const std::uint8_t* mask = problem_.token_mask + block_ * layout.block_tokens + token_;
+    if (problem_.pages.token_mask != nullptr) {
+      const std::uint8_t* mask = problem_.pages.token_mask + block_ * layout.block_tokens + token_;
       for (std::int32_t i = 0; i < run; ++i) {
         if (mask[i] != 0) add_key(tile, key + i * entry_, value + i * entry_, position + i);
       }
