@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ import torch
 from vllm_ssdkv import _kernels
 from vllm_ssdkv.kernels.native import vectors
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState, Rows
+from vllm_ssdkv.profiling.rig.measure import by_turns, timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +122,7 @@ def copy_call(nbytes: int) -> Callable[[], torch.Tensor]:
 
 def measure(calls: dict[str, Callable[[], torch.Tensor]], repeat: int) -> dict[str, list[float]]:
     """Seconds of each run of each call; they take turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(repeat + 1):
-        for name, call in calls.items():
-            begin = time.perf_counter()
-            call()
-            if turn:  # the first one touches memory and starts threads
-                seconds[name].append(time.perf_counter() - begin)
-    return seconds
+    return by_turns({name: timed(call) for name, call in calls.items()}, repeat, warm_up=1)
 
 
 def report(seconds: dict[str, list[float]], amount: float, unit: str) -> None:

@@ -21,10 +21,10 @@ from rich.table import Table
 
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.sizes import MIB, approximate_size
-from vllm_ssdkv.profiling.page_engine import STAGING
 from vllm_ssdkv.profiling.recall.bench import WINDOW, RecallStores, Row, recall_plan
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
 from vllm_ssdkv.profiling.recall.run import Batch
+from vllm_ssdkv.profiling.rig.page_engine import STAGING
 
 DEVICES: Final = 4
 RULE: Final[dict[str, object]] = {"bandwidth": 16 * MIB, "iops": 2500.0, "latency": 0.0005}

@@ -11,13 +11,9 @@ rounds; the ratio is the median of the rounds' ratios.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import secrets
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,23 +21,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
-from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.base.sizes import format_size
-from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.base.sizes import MIB, format_size
+from vllm_ssdkv.profiling.rig.measure import (
+    bench_parser,
+    markdown,
+    median_ratio,
+    scratch_directories,
+    write_json,
+)
+from vllm_ssdkv.profiling.rig.store import StoreRig, store_config
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
-from vllm_ssdkv.store.open import StorePlace, open_rank
-from vllm_ssdkv.store.read.load_job import LoadJob
-from vllm_ssdkv.store.tiered_store import TieredStore
 
 PAGES = (8192, 64 * 1024, 1024 * 1024)
 CIPHER_BYTES = 16 << 20
 SHAPE = SlotGeometry("paged", layers=32, heads=8, groups=1, payload_bytes=8192)
 """A block of 16 tokens of an 8-billion-parameter model: 256 pages, 2 MiB."""
-PATIENCE_S = 120.0
 PHASES = ("write", "load", "stream")
 
 
@@ -107,64 +103,20 @@ def cipher_speed(page: int, repeat: int, total: int = CIPHER_BYTES) -> dict[str,
 # ---- the store ----
 
 
-class Bench:
+class Bench(StoreRig):
     """One store and blocks that go through it."""
 
-    def __init__(self, place: StorePlace, blocks: int):
-        self.blocks = blocks
-        self._opened = open_rank(place, 0, Counters())
-        if self._opened.num_slots < blocks:
-            raise SystemExit(f"the store has {self._opened.num_slots} slots, not {blocks}")
-        self.store = TieredStore(
-            self._opened.files,
-            self._opened.arena,
-            self._opened.plan,
-            self._opened.num_slots,
-            16,
-            lambda frames, block_ids: None,
-        )
-        self.slots = np.arange(blocks, dtype=np.int64)
-        self.keys = [slot.to_bytes(32, "little") for slot in range(blocks)]
-        self.epoch = 0
-
-    def write(self) -> None:
-        """Write every block."""
-        self.epoch += 1
-        done = 0
-        while done < self.blocks:
-            frames = self.store.reserve_frames(self.slots[done:], wait=True)
-            if len(frames) == 0:
-                raise RuntimeError("no frame in time")
-            part = slice(done, done + len(frames))
-            self.store.flush(self.slots[part], self._epochs(len(frames)), self.keys[part])
-            done += len(frames)
-        if not self.store.drain(PATIENCE_S):
-            raise RuntimeError("writes did not end")
-        if self.store.take_write_results()[1]:
-            raise RuntimeError("a write failed")
-
-    def _epochs(self, count: int) -> NDArray[np.int64]:
-        return np.full(count, self.epoch, dtype=np.int64)
-
-    def load(self, to_hbm: bool = True) -> None:
-        """Load every block from the devices; into frames only where it does not go to HBM."""
-        self.store.frames.forget(self.slots)
-        blocks = self.slots + 1 if to_hbm else self.slots[:0]
-        epochs = self._epochs(self.blocks)
-        self.store.load(LoadJob("r", self.slots, epochs, tuple(self.keys), blocks))
-        end = time.monotonic() + PATIENCE_S
-        while not (outcomes := self.store.take_load_outcomes()):
-            if time.monotonic() > end:
-                raise RuntimeError("the load did not end")
-            time.sleep(0.0005)
-        if not outcomes[0].complete:
-            raise RuntimeError("the load failed")
+    def load_all(self) -> None:
+        """Load every block from the devices."""
+        self.forget()
+        self.load()
 
     def begin_stream(self) -> None:
         """Learn the seals of a context, and have none of it in DRAM."""
         self.store.extend_context("r", 0, self.slots)
-        self.load(to_hbm=False)
-        self.store.frames.forget(self.slots)
+        self.forget()
+        self.load(to=self.slots[:0])
+        self.forget()
 
     def stream(self) -> None:
         """Bring every layer of every block in."""
@@ -180,11 +132,6 @@ class Bench:
         """The context is gone."""
         self.store.drop_context("r")
 
-    def close(self) -> None:
-        """End the store."""
-        self.store.close()
-        self._opened.close()
-
 
 def _timed(work: Callable[[], None], nbytes: int) -> Speed:
     begin, cpu = time.perf_counter(), time.process_time()
@@ -195,8 +142,8 @@ def _timed(work: Callable[[], None], nbytes: int) -> Speed:
 
 def one_round(bench: Bench) -> dict[str, Speed]:
     """Every phase once."""
-    nbytes = bench.blocks * bench.store.files.geometry.pages * SHAPE.page_bytes
-    found = {"write": _timed(bench.write, nbytes), "load": _timed(bench.load, nbytes)}
+    nbytes = len(bench.slots) * bench.store.files.geometry.pages * SHAPE.page_bytes
+    found = {"write": _timed(bench.write, nbytes), "load": _timed(bench.load_all, nbytes)}
     bench.begin_stream()
     found["stream"] = _timed(bench.stream, nbytes)
     bench.end_stream()
@@ -217,19 +164,11 @@ def _stores(
             for path in paths:
                 path.mkdir()
             geometry = replace(shape, encrypted=encrypted)
-            capacity = (blocks + 8 * len(paths)) * geometry.slot_bytes * 9 // 8 // len(paths)
-            options: dict[str, object] = {
-                "mode": "page",
-                "devices": [
-                    {"path": str(path), "capacity": capacity + (32 << 20)} for path in paths
-                ],
-                "dram_gib": 192 * (1 << 20) / (1 << 30),
-            }
+            options: dict[str, object] = {"mode": "page"}
             if encrypted:
                 options["encryption"] = {"key_env": "SSDKV_BENCH_KEY"}
-            config = SSDKVConfig.from_extra_config(options)
-            place = StorePlace(config, geometry, Fingerprint({"bench": name}), 1)
-            opened[name] = Bench(place, blocks)
+            config = store_config(paths, geometry, blocks, dram=192 * MIB, **options)
+            opened[name] = Bench(config, geometry, blocks, name=name)
         yield opened
     finally:
         for bench in opened.values():
@@ -269,57 +208,44 @@ def report(
     """Two tables in Markdown."""
     version, error = _io.libcrypto()
     names = list(next(iter(ciphers.values())))
-    lines = [
-        f"AES-256-GCM on one core, GB/s of CPU time; {version or error}",
-        "",
-        f"| page | {' | '.join(names)} |",
-        "|---" * (1 + len(names)) + "|",
+    sealed = [
+        [format_size(page), *(f"{speeds[name]:.2f}" for name in names)]
+        for page, speeds in ciphers.items()
     ]
-    for page, speeds in ciphers.items():
-        cells = " | ".join(f"{speeds[name]:.2f}" for name in names)
-        lines.append(f"| {format_size(page)} | {cells} |")
-    lines += [
-        "",
-        "| store | plain GB/s | encrypted GB/s | ratio | plain CPU s/GB | encrypted CPU s/GB |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for phase, by_name in phases.items():
         plain, encrypted = _median(by_name["plain"]), _median(by_name["encrypted"])
-        ratio = statistics.median(
-            e.rate / p.rate for p, e in zip(by_name["plain"], by_name["encrypted"], strict=True)
+        ratio = median_ratio(
+            (one.rate for one in by_name["encrypted"]), (one.rate for one in by_name["plain"])
         )
-        lines.append(
-            f"| {phase} | {plain.rate:.2f} | {encrypted.rate:.2f} | {ratio:.2f} "
-            f"| {plain.cpu:.2f} | {encrypted.cpu:.2f} |"
-        )
-    return lines
+        cells = (plain.rate, encrypted.rate, ratio, plain.cpu, encrypted.cpu)
+        rows.append([phase, *(f"{cell:.2f}" for cell in cells)])
+    columns = ("store", "plain GB/s", "encrypted GB/s", "ratio")
+    return [
+        f"AES-256-GCM on one core, GB/s of CPU time; {version or error}",
+        "",
+        markdown(("page", *names), sealed),
+        "",
+        markdown((*columns, "plain CPU s/GB", "encrypted CPU s/GB"), rows),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write JSON if asked."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = bench_parser(__doc__)
     parser.add_argument("--dir", action="append", type=Path, help="device (repeat for several)")
     parser.add_argument("--blocks", type=int, default=256, help="blocks of 2 MiB in each store")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="file for the figures")
     given = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(prefix="ssdkv-bench-", dir=Path.cwd()) as scratch:
-        directories = []
-        for i, parent in enumerate(given.dir or [Path(scratch)]):
-            directories.append(Path(tempfile.mkdtemp(prefix=f"ssdkv-bench-{i}-", dir=parent)))
-        try:
-            ciphers = {page: cipher_speed(page, given.rounds) for page in PAGES}
-            phases = store_speed(directories, given.blocks, given.rounds)
-        finally:
-            for directory in directories:
-                shutil.rmtree(directory, ignore_errors=True)
+    with scratch_directories(given.dir) as directories:
+        ciphers = {page: cipher_speed(page, given.rounds) for page in PAGES}
+        phases = store_speed(directories, given.blocks, given.rounds)
     print("\n".join(report(ciphers, phases)))
-    if given.json:
-        figures = {
-            phase: {name: [[s.rate, s.cpu] for s in speeds] for name, speeds in by_name.items()}
-            for phase, by_name in phases.items()
-        }
-        given.json.write_text(json.dumps({"cipher": ciphers, "store": figures}, indent=1))
+    figures = {
+        phase: {name: [[s.rate, s.cpu] for s in speeds] for name, speeds in by_name.items()}
+        for phase, by_name in phases.items()
+    }
+    write_json(given.json, {"cipher": ciphers, "store": figures})
 
 
 if __name__ == "__main__":

@@ -7,21 +7,16 @@ Lengths are in tokens, times in seconds.
 
 from __future__ import annotations
 
-import argparse
-import json
-import random
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from vllm_ssdkv.profiling.measuring_process import (
-    MODEL,
-    add_hidden_options,
-    measured,
-    run_measurement,
-)
+from vllm_ssdkv.base.sizes import MIB
+from vllm_ssdkv.profiling.rig.child_process import Job, Rows, run_measurement
+from vllm_ssdkv.profiling.rig.engine import MODEL, ONE_THREAD, Engine, random_prompt
+from vllm_ssdkv.profiling.rig.measure import bench_parser, markdown, ratios, write_json
 
 LENGTHS = (2048, 8192, 16384, 32768)
 DECODE = ((1, 2048), (1, 8192), (8, 2048))
@@ -33,67 +28,37 @@ PREFILL = 2048
 PREFILL_REPEATS = 21
 PREFILL_REST_S = 0.3
 """After a prompt, for the drive to be done with it."""
-IN_ONE_PROCESS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-}
-"""The worker can be reached, and with two cores or more one is free for copies."""
 
 
-def _options(mode: str, devices: list[str], dram: str) -> dict[str, Any]:
-    return {
-        "kv_connector": "SSDKVConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"mode": mode, "devices": devices, "dram_gib": dram},
-    }
-
-
-def _prompt(length: int, seed: int) -> dict[str, list[int]]:
-    rng = random.Random(seed)
-    return {"prompt_token_ids": [rng.randrange(32, 800) for _ in range(length)]}
-
-
-def _engine(mode: str, devices: list[str], dram: str, **options: Any) -> Any:  # noqa: ANN401 - vllm.LLM; vLLM is imported in the measuring process only
-    from vllm import LLM
-
-    transfer = {} if mode == "stock" else {"kv_transfer_config": _options(mode, devices, dram)}
-    return LLM(
-        str(options.pop("model")),
+def _engine(job: Job, mib: int, seats: int) -> Engine:
+    """An engine of the job's mode with so much memory for KV, warmed up."""
+    mode = job["mode"]
+    options = {"mode": mode, "devices": job["devices"], "dram_gib": "2GiB"}
+    engine = Engine.small(
+        job["model"],
+        None if mode == "stock" else options,
         max_model_len=max(LENGTHS) + 256,
-        enforce_eager=True,
-        block_size=32,
         max_num_batched_tokens=1024,
         enable_prefix_caching=mode == "reuse",
-        disable_log_stats=False,
-        **transfer,
-        **options,
+        max_num_seqs=seats,
+        kv_cache_memory_bytes=mib * MIB,
     )
+    engine.ask(random_prompt(512, 0))
+    return engine
 
 
-def measure_hits(job: dict[str, Any]) -> list[dict[str, Any]]:
+def measure_hits(job: Job) -> Rows:
     """TTFT of computing a prompt, and of finding it in the store, alternating by length."""
-    from vllm import SamplingParams
-
-    llm = _engine(
-        job["mode"],
-        job["devices"],
-        "2GiB",
-        model=job["model"],
-        max_num_seqs=1,
-        kv_cache_memory_bytes=(160 if job["mode"] == "reuse" else 8) << 20,
-    )
-    params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-    llm.generate([_prompt(512, 0)], params, use_tqdm=False)
+    engine = _engine(job, 160 if job["mode"] == "reuse" else 8, 1)
     rows = []
     for length in LENGTHS:
         computed, found = [], []
         for repeat in range(REPEATS):
-            prompt = _prompt(length, 1000 * length + repeat)
-            first = llm.generate([prompt], params, use_tqdm=False)[0]
-            if not llm.reset_prefix_cache():
+            prompt = random_prompt(length, 1000 * length + repeat)
+            first = engine.ask(prompt)
+            if not engine.llm.reset_prefix_cache():
                 raise RuntimeError("vLLM did not reset its prefix cache")
-            second = llm.generate([prompt], params, use_tqdm=False)[0]
+            second = engine.ask(prompt)
             if first.num_cached_tokens or not second.num_cached_tokens:
                 raise RuntimeError("the first run must compute and the second must hit")
             computed.append(first.metrics.first_token_latency)
@@ -109,26 +74,15 @@ def measure_hits(job: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_decode(job: dict[str, Any]) -> list[dict[str, Any]]:
+def measure_decode(job: Job) -> Rows:
     """Decode tokens per second, all of the context in HBM (stock) or HBM and DRAM (page)."""
-    from vllm import SamplingParams
-
-    llm = _engine(
-        job["mode"],
-        job["devices"],
-        "2GiB",
-        model=job["model"],
-        max_num_seqs=8,
-        kv_cache_memory_bytes=(256 if job["mode"] == "stock" else 32) << 20,
-    )
-    params = SamplingParams(max_tokens=DECODE_TOKENS, temperature=0, ignore_eos=True)
-    llm.generate([_prompt(512, 0)], params, use_tqdm=False)
+    engine = _engine(job, 256 if job["mode"] == "stock" else 32, 8)
     rows = []
     for batch, length in DECODE:
         speeds = []
         for repeat in range(REPEATS):
-            prompts = [_prompt(length, 7 * repeat + i) for i in range(batch)]
-            outputs = llm.generate(prompts, params, use_tqdm=False)
+            prompts = [random_prompt(length, 7 * repeat + i) for i in range(batch)]
+            outputs = engine.ask_all(prompts, DECODE_TOKENS)
             begin = max(o.metrics.first_token_ts for o in outputs)
             end = max(o.metrics.last_token_ts for o in outputs)
             speeds.append(batch * (DECODE_TOKENS - 1) / (end - begin))
@@ -143,56 +97,38 @@ def measure_decode(job: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_prefill(job: dict[str, Any]) -> list[dict[str, Any]]:
+def measure_prefill(job: Job) -> Rows:
     """TTFT of prompts that are stored, whose blocks are copied to DRAM at the end of each step, and
     layer by layer beside it; by turns. Processor time is that of the whole process."""
-    from vllm import SamplingParams
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    llm = _engine(
-        job["mode"],
-        job["devices"],
-        "2GiB",
-        model=job["model"],
-        max_num_seqs=1,
-        kv_cache_memory_bytes=160 << 20,
-    )
-    layers = get_kv_transfer_group().worker.layers
-    params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-    llm.generate([_prompt(PREFILL, 0)], params, use_tqdm=False)
+    engine = _engine(job, 160, 1)
+    layers = engine.worker.layers
+    engine.ask(random_prompt(PREFILL, 0))
     seconds: dict[str, list[tuple[float, float]]] = {"end": [], "layers": []}
     for repeat in range(PREFILL_REPEATS):
         for way in sorted(seconds, reverse=bool(repeat % 2)):
             layers.least_bytes = 1 if way == "layers" else None
             begun = time.process_time()
-            prompt = _prompt(PREFILL, 1 + 2 * repeat + (way == "layers"))
-            (output,) = llm.generate([prompt], params, use_tqdm=False)
+            prompt = random_prompt(PREFILL, 1 + 2 * repeat + (way == "layers"))
+            output = engine.ask(prompt)
             seconds[way].append((output.metrics.first_token_latency, time.process_time() - begun))
             time.sleep(PREFILL_REST_S)
     row: dict[str, Any] = {"mode": job["mode"], "tokens": PREFILL}
     for number, name in enumerate(("ttft", "cpu")):
         end, beside = ([pair[number] for pair in seconds[way]] for way in ("end", "layers"))
-        ratios = [b / a for a, b in zip(end, beside, strict=True)]
+        found = ratios(beside, end)
         row |= {f"{name}_end": statistics.median(end), f"{name}_layers": statistics.median(beside)}
-        row[f"{name}_ratio"] = statistics.median(ratios)
-        row[f"{name}_ratios"] = min(ratios), max(ratios)
+        row[f"{name}_ratio"] = statistics.median(found)
+        row[f"{name}_ratios"] = min(found), max(found)
     row["most_waiting"] = layers.most_waiting
     return [row]
 
 
-MEASUREMENTS = {"hits": measure_hits, "decode": measure_decode, "prefill": measure_prefill}
-
-
 def main() -> None:
     """Measure everything, print two tables, write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = bench_parser(__doc__)
     parser.add_argument("--model", default=str(MODEL), help="a model directory")
     parser.add_argument("--dir", action="append", help="device directory (repeat for several)")
-    parser.add_argument("--json", help="file for the figures")
-    add_hidden_options(parser, MEASUREMENTS)
     arguments = parser.parse_args()
-    if measured(arguments, MEASUREMENTS):
-        return
     for given in arguments.dir or ():
         if not Path(given).is_dir():
             parser.error(f"--dir: {given} is not a directory; make it, or name another one")
@@ -204,57 +140,50 @@ def main() -> None:
             devices = [f"{d}/{mode}" for d in arguments.dir or (f"{scratch}/0", f"{scratch}/1")]
             for device in devices:
                 Path(device).mkdir(parents=True, exist_ok=True)
-            hits += run_measurement(
-                "bench_engine", "hits", {**job, "mode": mode, "devices": devices}
-            )
+            hits += run_measurement(measure_hits, {**job, "mode": mode, "devices": devices})
         prefill = [
             row
             for mode in ("reuse", "page")
             for row in run_measurement(
-                "bench_engine",
-                "prefill",
+                measure_prefill,
                 {**job, "mode": mode, "devices": [f"{scratch}/0/prefill-{mode}"]},
-                IN_ONE_PROCESS,
+                ONE_THREAD,
             )
         ]
         decode = [
             row
             for mode in ("stock", "page")
             for row in run_measurement(
-                "bench_engine", "decode", {**job, "mode": mode, "devices": [f"{scratch}/0/decode"]}
+                measure_decode, {**job, "mode": mode, "devices": [f"{scratch}/0/decode"]}
             )
         ]
-    print("| mode | tokens | TTFT computed s | TTFT hit s | ratio |\n|---|---|---|---|---|")
-    for row in hits:
-        ratio = row["ttft_computed"] / row["ttft_hit"]
-        print(
-            f"| {row['mode']} | {row['tokens']} | {row['ttft_computed']:.3f} "
-            f"| {row['ttft_hit']:.3f} | {ratio:.1f} |"
-        )
-    print("\n| batch | context | stock tokens/s | page tokens/s | page / stock |")
-    print("|---|---|---|---|---|")
+    columns = ("mode", "tokens", "TTFT computed s", "TTFT hit s", "ratio")
+    print(markdown(columns, map(_hit_cells, hits)))
+    columns = ("batch", "context", "stock tokens/s", "page tokens/s", "page / stock")
     half = len(decode) // 2
-    for stock, page in zip(decode[:half], decode[half:], strict=True):
-        print(
-            f"| {stock['batch']} | {stock['tokens']} | {stock['tokens_per_s']:.1f} "
-            f"| {page['tokens_per_s']:.1f} | {page['tokens_per_s'] / stock['tokens_per_s']:.2f} |"
-        )
-    _print_prefill(prefill)
-    if arguments.json:
-        Path(arguments.json).write_text(
-            json.dumps({"hits": hits, "decode": decode, "prefill": prefill}, indent=1)
-        )
+    print("\n" + markdown(columns, map(_decode_cells, decode[:half], decode[half:])))
+    ways = ("TTFT, copied at the end", "by layers", "ratio", "processor time")
+    print("\n" + markdown(("mode", "tokens", *ways), map(_prefill_cells, prefill)))
+    write_json(arguments.json, {"hits": hits, "decode": decode, "prefill": prefill})
 
 
-def _print_prefill(rows: list[dict[str, Any]]) -> None:
-    print("\n| mode | tokens | TTFT, copied at the end | by layers | ratio | processor time |")
-    print("|---|---|---|---|---|---|")
-    for row in rows:
-        low, high = row["ttft_ratios"]
-        print(
-            f"| {row['mode']} | {row['tokens']} | {row['ttft_end']:.4f} | {row['ttft_layers']:.4f} "
-            f"| {row['ttft_ratio']:.3f} ({low:.3f} to {high:.3f}) | {row['cpu_ratio']:.3f} |"
-        )
+def _hit_cells(row: dict[str, Any]) -> list[str]:
+    computed, hit = row["ttft_computed"], row["ttft_hit"]
+    cells = [f"{computed:.3f}", f"{hit:.3f}", f"{computed / hit:.1f}"]
+    return [row["mode"], str(row["tokens"]), *cells]
+
+
+def _decode_cells(stock: dict[str, Any], page: dict[str, Any]) -> list[str]:
+    ours, theirs = page["tokens_per_s"], stock["tokens_per_s"]
+    cells = [f"{theirs:.1f}", f"{ours:.1f}", f"{ours / theirs:.2f}"]
+    return [str(stock["batch"]), str(stock["tokens"]), *cells]
+
+
+def _prefill_cells(row: dict[str, Any]) -> list[str]:
+    low, high = row["ttft_ratios"]
+    cells = [f"{row['ttft_end']:.4f}", f"{row['ttft_layers']:.4f}"]
+    cells += [f"{row['ttft_ratio']:.3f} ({low:.3f} to {high:.3f})", f"{row['cpu_ratio']:.3f}"]
+    return [row["mode"], str(row["tokens"]), *cells]
 
 
 if __name__ == "__main__":

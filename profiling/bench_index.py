@@ -23,6 +23,7 @@ from uuid import UUID
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ssdkv.profiling.rig.measure import bench_parser, markdown, write_json
 from vllm_ssdkv.store.format.journal_record import RECORD_BYTES
 from vllm_ssdkv.store.index.journal import Journal
 from vllm_ssdkv.store.index.slot_index import SlotIndex
@@ -203,10 +204,9 @@ def _run(part: str, path: Path, slots: int) -> Figures:
 
 def main() -> None:
     """Measure, print a table, write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = bench_parser(__doc__)
     parser.add_argument("--slots", type=int, default=SLOTS)
     parser.add_argument("--dir", help="where the journal lies (default: a temporary directory)")
-    parser.add_argument("--json", help="file for the figures")
     parser.add_argument("--part", choices=sorted(PARTS), help=argparse.SUPPRESS)
     parser.add_argument("--journal", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -219,11 +219,9 @@ def main() -> None:
         figures = {"slots": float(arguments.slots), "record_bytes": float(RECORD_BYTES)}
         for part in ("fill", "recover"):
             figures |= _run(part, path, arguments.slots)
-    print("| figure | value |\n|---|---|")
-    for name, value in figures.items():
-        print(f"| {name} | {value:,.3f} |")
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(figures, indent=1))
+    cells = [(name, f"{value:,.3f}") for name, value in figures.items()]
+    print(markdown(("figure", "value"), cells))
+    write_json(arguments.json, figures)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,8 @@ those of the whole process while a hit is loaded; they hold on a busy machine, t
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,26 +27,27 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
-from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.sizes import MIB, format_size, parse_size
-from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.io_engine import EngineKind, ThrottleRule
 from vllm_ssdkv.profiling.bench_io.case import MEMORY_BYTES, Case
 from vllm_ssdkv.profiling.bench_io.clock import Clock
 from vllm_ssdkv.profiling.bench_io.engines import EngineContender
 from vllm_ssdkv.profiling.bench_io.files import BenchFile, bench_files
+from vllm_ssdkv.profiling.rig.measure import (
+    bench_parser,
+    markdown,
+    scratch_directories,
+    write_json,
+)
+from vllm_ssdkv.profiling.rig.store import PATIENCE_S, Hbm, StoreRig, store_config
 from vllm_ssdkv.store.cache.frames import NO_FRAME
-from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.format.slot_header_batch import key_rows
 from vllm_ssdkv.store.io.engines.protocol import Op
 from vllm_ssdkv.store.memory.arena import Arena
-from vllm_ssdkv.store.open import StorePlace, open_rank
-from vllm_ssdkv.store.read.load_job import LoadJob
-from vllm_ssdkv.store.tiered_store import TieredStore
 
 LAYERS = 32
 BLOCKS = (128 * 1024, 512 * 1024, 2 * MIB)
@@ -59,7 +57,6 @@ DRAM_BYTES = 320 * MIB
 ENGINE_S = 0.3
 ONE_THREAD_BYTES = 3 * MIB
 """Of what has arrived at once, so much is not worth a second thread."""
-PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +75,7 @@ class Row:
     load_cpu_s_per_gb: float
 
 
-class Bench:
+class Bench(StoreRig):
     """A store on the devices, and blocks in it."""
 
     def __init__(
@@ -88,32 +85,18 @@ class Bench:
         blocks: int,
         drive: ThrottleRule | None = None,
     ):
-        capacity = (blocks + 8 * len(directories)) * geometry.slot_bytes * 9 // 8
-        share = capacity // len(directories) + 32 * MIB
-        config = SSDKVConfig.from_extra_config(
-            {
-                "devices": [{"path": str(path), "capacity": share} for path in directories],
-                "dram_gib": DRAM_BYTES / 2**30,
-                "io": {"throttle": [] if drive is None else [_plain(drive)]},
-            }
+        throttle = [] if drive is None else [_plain(drive)]
+        config = store_config(
+            directories, geometry, blocks, dram=DRAM_BYTES, io={"throttle": throttle}
         )
-        place = StorePlace(config, geometry, Fingerprint({"bench": geometry.payload_bytes}), 1)
-        self.geometry = geometry
         self.depth = config.io.queue_depth
-        self._opened = open_rank(place, 0, Counters())
-        self._hbm = np.zeros(blocks * geometry.payload_bytes * geometry.pages, dtype=np.uint8)
-        self.store = TieredStore(
-            self._opened.files,
-            self._opened.arena,
-            self._opened.plan,
-            self._opened.num_slots,
-            16,
-            self._copy_in,
-            stretches=self._stretches(),
-        )
-        self.slots = np.arange(blocks, dtype=np.int64)
-        self._keys = [slot.to_bytes(32, "little") for slot in range(blocks)]
-        self._write()
+        self._hbm = Hbm(geometry, blocks)
+        super().__init__(config, geometry, blocks, hbm=self._hbm, stretches=self._hbm.stretches())
+        plan, random = self.opened.plan, np.random.default_rng(0)
+        for at in range(plan.frame_offset, plan.nbytes, 4 * MIB):
+            piece = self.opened.arena.view(at, min(4 * MIB, plan.nbytes - at))
+            piece[:] = random.integers(0, 256, len(piece), np.uint8)
+        self.write()
 
     @property
     def request_bytes(self) -> int:
@@ -122,61 +105,16 @@ class Bench:
         extents = files.placement.extents(self.slots, 0, self.geometry.slot_bytes, merged=False)
         return int(extents.length.max())
 
-    def _stretches(self) -> _io.Stretches:
-        geometry, pages = self.geometry, np.arange(self.geometry.pages, dtype=np.uint64)
-        block = geometry.pages * geometry.payload_bytes
-        base = self._hbm.ctypes.data - block  # of block 0, which stands for none
-        return _io.Stretches(
-            np.uint64(geometry.header_bytes) + pages * np.uint64(geometry.page_bytes),
-            np.full(geometry.pages, geometry.payload_bytes, dtype=np.uint64),
-            np.uint64(base) + pages * np.uint64(geometry.payload_bytes),
-            np.full(geometry.pages, block, dtype=np.uint64),
-        )
-
-    def _copy_in(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
-        geometry, pages = self.geometry, np.arange(self.geometry.pages, dtype=np.uint64)
-        first = self.store.frames.address(frames) + np.uint64(geometry.header_bytes)
-        place = np.uint64(self._hbm.ctypes.data) + (block_ids - 1).astype(np.uint64) * np.uint64(
-            geometry.pages * geometry.payload_bytes
-        )
-        source = first[:, None] + pages * np.uint64(geometry.page_bytes)
-        target = place[:, None] + pages * np.uint64(geometry.payload_bytes)
-        _io.copy(source.ravel(), target.ravel(), geometry.payload_bytes)
-
-    def _write(self) -> None:
-        plan, random = self._opened.plan, np.random.default_rng(0)
-        for at in range(plan.frame_offset, plan.nbytes, 4 * MIB):
-            piece = self._opened.arena.view(at, min(4 * MIB, plan.nbytes - at))
-            piece[:] = random.integers(0, 256, len(piece), np.uint8)
-        done = 0
-        while done < len(self.slots):
-            frames = self.store.reserve_frames(self.slots[done:], wait=True)
-            if len(frames) == 0:
-                raise RuntimeError("no frame in time")
-            part = slice(done, done + len(frames))
-            slots = self.slots[part]
-            self.store.flush(slots, np.ones(len(slots), np.int64), self._keys[part])
-            done += len(frames)
-        if not self.store.drain(PATIENCE_S) or self.store.take_write_results()[1]:
-            raise RuntimeError("a block was not written")
-
-    def load(self, blocks: int) -> float:
+    def hit(self, blocks: int) -> float:
         """Seconds in which the first so many blocks were loaded, none of them from DRAM."""
-        slots = self.slots[:blocks]
-        self.store.frames.forget(self.slots)
-        job = LoadJob("r", slots, np.ones(blocks, np.int64), tuple(self._keys[:blocks]), slots + 1)
-        self.store.load(job)
-        end = time.monotonic() + PATIENCE_S
-        while not (outcomes := self.store.take_load_outcomes()):
-            if time.monotonic() > end:
-                raise RuntimeError("the load did not end")
-            time.sleep(0.0005)
-        if not outcomes[0].complete or outcomes[0].tokens_from_dram:
-            raise RuntimeError("the load failed, or something was in DRAM")
-        return outcomes[0].ssd_s
+        self.forget()
+        outcome = self.load(blocks)
+        if outcome.tokens_from_dram:
+            raise BenchError("something was in DRAM")
+        return outcome.ssd_s
 
     def check_and_copy(self, blocks: int) -> float:
-        """Seconds in which one thread does so with what :meth:`load` has just brought."""
+        """Seconds in which one thread does so with what :meth:`hit` has just brought."""
         slots, files = self.slots[:blocks], self.store.files
         frames = self.store.frames.borrow(slots)
         if (frames == NO_FRAME).any():
@@ -185,7 +123,7 @@ class Bench:
         per = max(1, ONE_THREAD_BYTES // self.geometry.slot_bytes)
         for at in range(0, blocks, per):
             part = slots[at : at + per]
-            keys = key_rows(self._keys[at : at + len(part)])
+            keys = key_rows(self.keys[at : at + len(part)])
             plain = files.codec.plain_check(part, np.ones(len(part), np.int64), keys)
             if plain is None:
                 raise RuntimeError("the store is encrypted")
@@ -198,7 +136,7 @@ class Bench:
                 np.arange(len(part)),
                 np.zeros(len(part), dtype=np.uint64),
                 length,
-                self._stretches(),
+                self._hbm.stretches(),
                 plain.first,
                 plain.step,
             )
@@ -213,8 +151,8 @@ class Bench:
     def read(self, blocks: int) -> float:
         """Seconds in which the engine read the same in one batch; where there is no memory for all
         of it, blocks share some."""
-        files, plan = self.store.files, self._opened.plan
-        self.store.frames.forget(self.slots)
+        files, plan = self.store.files, self.opened.plan
+        self.forget()
         size = self.geometry.slot_bytes
         extents = files.placement.extents(self.slots[:blocks], 0, size, merged=False)
         # Where a block has no place in memory of its own, it shares one: nobody looks at it.
@@ -225,11 +163,6 @@ class Bench:
         if not batch.wait(PATIENCE_S) or (batch.results() != extents.length).any():
             raise RuntimeError("a read failed")
         return time.perf_counter() - begin
-
-    def close(self) -> None:
-        """End the store."""
-        self.store.close()
-        self._opened.close()
 
 
 def _plain(drive: ThrottleRule) -> dict[str, float]:
@@ -310,7 +243,7 @@ def _row(
     cpu: list[float] = []
     for _ in range(rounds):
         with Clock() as clock:
-            load = nbytes / bench.load(count)
+            load = nbytes / bench.hit(count)
         cpu.append(clock.cpu_s / nbytes * 1e9)
         check = nbytes / bench.check_and_copy(count)
         read = nbytes / bench.read(count)
@@ -333,48 +266,36 @@ def _row(
 
 def table(rows: Sequence[Row]) -> str:
     """The rows in Markdown."""
-    lines = [
-        "| block | hit | request | load GB/s | one batch | bench io | check and copy "
-        "| load / one batch | load / bench io | CPU s/GB |",
-        "|---" * 10 + "|",
+    columns = ("block", "hit", "request", "load GB/s", "one batch", "bench io", "check and copy")
+    ways = ("load / one batch", "load / bench io", "CPU s/GB")
+    cells = [
+        [format_size(size) for size in (row.block_bytes, row.hit_bytes, row.request_bytes)]
+        + [f"{speed:.2f}" for speed in (row.load, row.reads, row.engine, row.check)]
+        + [f"{ratio:.2f}" for ratio in (row.load_per_reads, row.load_per_engine)]
+        + [f"{row.load_cpu_s_per_gb:.2f}"]
+        for row in rows
     ]
-    for row in rows:
-        sizes = (row.block_bytes, row.hit_bytes, row.request_bytes)
-        cells = [format_size(size) for size in sizes]
-        cells += [f"{speed:.2f}" for speed in (row.load, row.reads, row.engine, row.check)]
-        cells += [f"{ratio:.2f}" for ratio in (row.load_per_reads, row.load_per_engine)]
-        cells.append(f"{row.load_cpu_s_per_gb:.2f}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return markdown((*columns, *ways), cells)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table, write JSON if asked."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = bench_parser(__doc__)
     parser.add_argument("--dir", action="append", type=Path, help="device (repeat for several)")
     parser.add_argument("--block", action="append", type=parse_size, help="bytes, all layers")
     parser.add_argument("--hit", action="append", type=parse_size, help="bytes of a hit")
     parser.add_argument("--bandwidth", help="bytes/s that each drive is slowed down to")
     parser.add_argument("--latency", type=float, default=0.0001, help="seconds per request then")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="file for the figures")
     given = parser.parse_args(arguments)
     drive = None
     if given.bandwidth:
         drive = ThrottleRule(bandwidth=parse_size(given.bandwidth), latency_s=given.latency)
-    with tempfile.TemporaryDirectory(prefix="ssdkv-bench-", dir=Path.cwd()) as scratch:
-        directories = []
-        for i, parent in enumerate(given.dir or [Path(scratch)]):
-            directories.append(Path(tempfile.mkdtemp(prefix=f"ssdkv-bench-{i}-", dir=parent)))
-        try:
-            blocks, hits = given.block or BLOCKS, given.hit or HITS
-            rows = measure(directories, blocks, hits, given.rounds, drive=drive)
-        finally:
-            for directory in directories:
-                shutil.rmtree(directory, ignore_errors=True)
+    with scratch_directories(given.dir) as directories:
+        blocks, hits = given.block or BLOCKS, given.hit or HITS
+        rows = measure(directories, blocks, hits, given.rounds, drive=drive)
     print(table(rows))
-    if given.json:
-        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    write_json(given.json, [asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

@@ -13,14 +13,11 @@ calls of the same engine, in turn with them, with nothing in their place.
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,18 +25,12 @@ from typing import Any, TypeAlias
 from unittest.mock import patch
 
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.profiling.measuring_process import (
-    MODEL,
-    Job,
-    Rows,
-    add_hidden_options,
-    measured,
-    run_measurement,
-)
+from vllm_ssdkv.profiling.rig.child_process import Job, Rows, run_measurement
+from vllm_ssdkv.profiling.rig.engine import BLOCK, MODEL, ONE_PROCESS, Engine, Request
+from vllm_ssdkv.profiling.rig.measure import bench_parser, markdown, median_range, write_json
 
 SHAPES = ((1, 2048), (8, 2048))
 """Batch and context, at first."""
-BLOCK = 32
 STEPS = BLOCK
 """Steps in a row with metrics, and as many without: in each turn one block is completed. With
 shorter turns all blocks may be completed with metrics, or all without."""
@@ -66,26 +57,6 @@ ENGINES: dict[str, dict[str, object]] = {
     },
 }
 """Options."""
-
-
-def _engine(job: Job) -> Any:  # noqa: ANN401 - vllm.LLM; vLLM is imported in the measuring process only
-    from vllm import LLM
-
-    return LLM(
-        job["model"],
-        max_model_len=max(length for _, length in SHAPES) + TOKENS,
-        enforce_eager=True,
-        block_size=BLOCK,
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-        max_num_seqs=max(batch for batch, _ in SHAPES),
-        kv_cache_memory_bytes=64 << 20,
-        kv_transfer_config={
-            "kv_connector": "SSDKVConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"devices": [job["device"]], **job["options"]},
-        },
-    )
 
 
 def _sources() -> list[tuple[type, str]]:
@@ -205,33 +176,29 @@ def own_seconds(watch: Watch, blank: Watch) -> float:
     )
 
 
-def median_range(values: Sequence[float]) -> tuple[float, float]:
-    """Range of the median of the distribution of ``values``, in 95 of 100 cases."""
-    ordered = sorted(values)
-    middle, reach = len(ordered) / 2, 1.96 * math.sqrt(len(ordered)) / 2  # of a binomial
-    low, high = math.floor(middle - reach), math.ceil(middle + reach)
-    return ordered[max(0, low)], ordered[min(len(ordered), high) - 1]
-
-
 def measure_decode(job: Job) -> Rows:
     """One row per shape."""
-    from vllm import SamplingParams
-
-    engine = _engine(job).llm_engine
+    engine = Engine.small(
+        job["model"],
+        {"devices": [job["device"]], **job["options"]},
+        max_model_len=max(length for _, length in SHAPES) + TOKENS,
+        enable_prefix_caching=False,
+        max_num_seqs=max(batch for batch, _ in SHAPES),
+        kv_cache_memory_bytes=64 << 20,
+    )
 
     def seconds(steps: int) -> float:
         began = time.perf_counter()
         for _ in range(steps):
-            engine.step()
+            engine.core.step()
         return time.perf_counter() - began
 
     rows: Rows = []
     for batch, length in SHAPES:
-        params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
         for i in range(batch):
-            prompt = {"prompt_token_ids": [32 + (7 * i + t) % 768 for t in range(length)]}
-            engine.add_request(f"{batch} {i}", prompt, params)
-        while len(engine.step()) < batch:
+            prompt = [32 + (7 * i + t) % 768 for t in range(length)]
+            engine.add(Request(f"{batch} {i}", prompt, TOKENS))
+        while len(engine.core.step()) < batch:
             pass  # prompts are computed until every request gets a token in each step
         seconds(WARM_UP)
         watch: Watch = {}
@@ -268,24 +235,17 @@ def measure_decode(job: Job) -> Rows:
             }
         )
         for i in range(batch):
-            engine.abort_request([f"{batch} {i}"])
+            engine.core.abort_request([f"{batch} {i}"])
         seconds(2)
     return rows
 
 
-MEASUREMENTS = {"decode": measure_decode}
-
-
 def main() -> None:
     """Measure, print a table, write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = bench_parser(__doc__)
     parser.add_argument("--model", default=str(MODEL), help="a model directory")
     parser.add_argument("--dir", default=".", help="where a device directory is made")
-    parser.add_argument("--json", help="file for the figures")
-    add_hidden_options(parser, MEASUREMENTS)
     arguments = parser.parse_args()
-    if measured(arguments, MEASUREMENTS):
-        return
     rows: Rows = []
     for engine, options in ENGINES.items():
         with tempfile.TemporaryDirectory(dir=Path(arguments.dir).absolute()) as device:
@@ -295,19 +255,20 @@ def main() -> None:
                 "engine": engine,
                 "options": options,
             }
-            environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-            rows += run_measurement("bench_metrics", "decode", job, environment)
-    print("| engine | batch | context | CPU ms a step | throughput with / without | in metrics |")
-    print("|---|---|---|---|---|---|")
-    for row in rows:
-        low, high = row["range"]
-        print(
-            f"| {row['engine']} | {row['batch']} | {row['tokens']} | {row['cpu_step_s'] * 1e3:.2f} "
-            f"| {row['with_to_without']:.4f} ({low:.4f} to {high:.4f}) "
-            f"| {row['per_step_s'] * 1e6:.1f} us a step, {row['share_of_time']:.2%} |"
-        )
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
+            rows += run_measurement(measure_decode, job, ONE_PROCESS)
+    columns = ("engine", "batch", "context", "CPU ms a step", "throughput with / without")
+    print(markdown((*columns, "in metrics"), map(_cells, rows)))
+    write_json(arguments.json, rows)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    low, high = row["range"]
+    return [
+        *map(str, (row["engine"], row["batch"], row["tokens"])),
+        f"{row['cpu_step_s'] * 1e3:.2f}",
+        f"{row['with_to_without']:.4f} ({low:.4f} to {high:.4f})",
+        f"{row['per_step_s'] * 1e6:.1f} us a step, {row['share_of_time']:.2%}",
+    ]
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from DRAM by least squares. ``--write`` puts them where ``profiling/simulation``
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -36,7 +36,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv import _io
 from vllm_ssdkv.base.errors import BenchError, NodeError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import MIB, format_size, parse_size
@@ -50,6 +49,15 @@ from vllm_ssdkv.node.protocol.credentials import Credentials, make_keys
 from vllm_ssdkv.node.protocol.frames import DEFAULT_LIMITS, VERSIONS
 from vllm_ssdkv.node.protocol.messages import Copied, Done, Role, StoreSpec
 from vllm_ssdkv.node.protocol.sockets import Listener, connect
+from vllm_ssdkv.profiling.rig.measure import (
+    bench_parser,
+    by_turns,
+    markdown,
+    median_ratio,
+    timed,
+    write_json,
+)
+from vllm_ssdkv.profiling.rig.store import I64, Hbm, StoreRig, store_config
 from vllm_ssdkv.profiling.simulation.description import DATA
 from vllm_ssdkv.profiling.simulation.hardware import NODE_FIGURES
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
@@ -71,8 +79,6 @@ TURNS = 5
 PATIENCE_S = 60.0
 FIGURES = DATA / NODE_FIGURES
 MODEL = "bench/model"
-
-I64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,25 +120,6 @@ class Result:
 
 
 # ---- stores ----
-
-
-class Hbm:
-    """Memory that stands for HBM, and copies into it."""
-
-    def __init__(self, geometry: SlotGeometry, blocks: int):
-        self.geometry = geometry
-        self._bytes = np.zeros(blocks * geometry.payload_bytes * geometry.pages, dtype=np.uint8)
-
-    def copy(self, frames: NDArray[np.uint64], blocks: I64) -> None:
-        """Copy frames at these addresses into blocks, which are numbered from 1."""
-        geometry, pages = self.geometry, np.arange(self.geometry.pages, dtype=np.uint64)
-        place = np.uint64(self._bytes.ctypes.data) + (blocks - 1).astype(np.uint64) * np.uint64(
-            geometry.pages * geometry.payload_bytes
-        )
-        source = (frames + np.uint64(geometry.header_bytes))[:, None]
-        source = source + pages * np.uint64(geometry.page_bytes)
-        target = place[:, None] + pages * np.uint64(geometry.payload_bytes)
-        _io.copy(source.ravel(), target.ravel(), geometry.payload_bytes)
 
 
 @dataclass(slots=True)
@@ -206,27 +193,14 @@ def _keys(count: int) -> list[bytes]:
 @contextlib.contextmanager
 def embedded(directory: Path, geometry: SlotGeometry, blocks: int, dram: int) -> Iterator[Side]:
     """Open a store in this process, with so many blocks in it."""
-    capacity = (blocks + 8) * geometry.slot_bytes * 9 // 8 + 32 * MIB
-    config = SSDKVConfig.from_extra_config(
-        {
-            "devices": [{"path": str(directory), "capacity": capacity}],
-            "dram_gib": dram / 2**30,
-        }
-    )
-    place = StorePlace(config, geometry, Fingerprint({"bench": geometry.payload_bytes}), 1)
-    opened, hbm = open_rank(place, 0, Counters()), Hbm(geometry, blocks)
-
-    def copy_in(frames: NDArray[np.int32], block_ids: I64) -> None:
-        hbm.copy(store.frames.address(frames), block_ids)
-
-    store = TieredStore(opened.files, opened.arena, opened.plan, opened.num_slots, 16, copy_in)
-    stored = Stored(np.arange(blocks), np.ones(blocks, np.int64), _keys(blocks))
+    config = store_config([directory], geometry, blocks, dram=dram)
+    rig = StoreRig(config, geometry, blocks, hbm=Hbm(geometry, blocks), name=geometry.payload_bytes)
+    stored = Stored(rig.slots, np.ones(blocks, np.int64), _keys(blocks))
     try:
-        _save(store, stored)
-        yield Side(store, stored)
+        _save(rig.store, stored)
+        yield Side(rig.store, stored)
     finally:
-        store.close()
-        opened.close()
+        rig.close()
 
 
 # ---- a node ----
@@ -345,10 +319,7 @@ def hits(
                     side.load(asked if warm else others, warm=None)
                     seconds[name].append(side.load(asked, warm=warm))
             ratio = {
-                name: statistics.median(
-                    mine / theirs for mine, theirs in zip(times, seconds["embedded"], strict=True)
-                )
-                for name, times in seconds.items()
+                name: median_ratio(times, seconds["embedded"]) for name, times in seconds.items()
             }
             ms = {name: statistics.median(times) * 1e3 for name, times in seconds.items()}
             best = {name: min(times) * 1e3 for name, times in seconds.items()}
@@ -362,12 +333,8 @@ def misses(
     """Median microseconds of a look-up that finds nothing."""
     random = np.random.default_rng(2)
     keys = [random.bytes(32) for _ in range(CHAIN)]
-    seconds: dict[str, list[float]] = {name: [] for name in look}
-    for _ in range(rounds):
-        for name, lookup in look.items():
-            begin = time.perf_counter()
-            lookup(keys)
-            seconds[name].append(time.perf_counter() - begin)
+    turns = {name: timed(functools.partial(lookup, keys)) for name, lookup in look.items()}
+    seconds = by_turns(turns, rounds)
     return {name: statistics.median(times) * 1e6 for name, times in seconds.items()}
 
 
@@ -608,11 +575,7 @@ def write_figures(found: Mapping[str, Mapping[str, float]]) -> None:
 
 def report(result: Result) -> str:
     """The tables in Markdown."""
-    lines = [
-        "| block | hit | from | embedded ms (best) | unix | tcp | unix / embedded (of the best) "
-        "| tcp |",
-        "|---" * 8 + "|",
-    ]
+    rows = []
     for row in result.hits:
         cells = [format_size(row.block_bytes), format_size(row.hit_bytes)]
         cells.append("DRAM" if row.warm else "drives")
@@ -621,7 +584,9 @@ def report(result: Result) -> str:
         for way in ("unix", "tcp"):
             best = row.best_ms[way] / row.best_ms["embedded"]
             cells.append(f"{row.ratio[way]:.2f} ({best:.2f})")
-        lines.append("| " + " | ".join(cells) + " |")
+        rows.append(cells)
+    columns = ("block", "hit", "from", "embedded ms (best)", "unix", "tcp")
+    lines = [markdown((*columns, "unix / embedded (of the best)", "tcp"), rows)]
     told = ", ".join(f"{way} {value:.0f} us" for way, value in result.miss_us.items())
     lines += ["", f"Miss of {CHAIN} blocks: {told}.", ""]
     name, speed = result.rival
@@ -634,12 +599,11 @@ def report(result: Result) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write JSON if asked."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = bench_parser(__doc__)
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="directory on an SSD")
     parser.add_argument("--block", action="append", type=parse_size, help="bytes, all layers")
     parser.add_argument("--hit", action="append", type=parse_size, help="bytes of a hit")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="file for all results")
     parser.add_argument("--write", action="store_true", help="write the simulator's figures")
     given = parser.parse_args(arguments)
     result = Result()
@@ -651,8 +615,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result.stream = {kind: streamed.gb_per_s for kind, streamed in streams.items()}
     result.figures = figures(result.hits, streams)
     print(report(result))
-    if given.json:
-        given.json.write_text(json.dumps(asdict(result), indent=1))
+    write_json(given.json, asdict(result))
     if given.write:
         write_figures(result.figures)
 

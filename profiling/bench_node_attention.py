@@ -14,9 +14,7 @@ Contexts are random; shapes are those of a model with 32 query heads, 8 KV heads
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import socket
 import statistics
@@ -40,6 +38,7 @@ from vllm_ssdkv.node.client.volume_link import VolumeLink
 from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.messages import Attend, AttendShape, pack
 from vllm_ssdkv.profiling.bench_node import BenchNode, write_figures
+from vllm_ssdkv.profiling.rig.measure import bench_parser, write_json
 from vllm_ssdkv.store.format.superblock import data_file_path
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE_TOKENS = 32, 8, 128, 16
@@ -265,7 +264,7 @@ def report(result: Result) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run all of it, and print a report."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = bench_parser(__doc__)
     parser.add_argument("--calls", type=int, default=2000, help="calls that are timed")
     parser.add_argument("--rounds", type=int, default=3, help="walks over all layers")
     parser.add_argument(
@@ -276,7 +275,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--bandwidth", type=int, default=20_000_000, help="bytes per second of a throttled drive"
     )
     parser.add_argument("--dir", type=Path, help="where drives of the nodes are (default: /tmp)")
-    parser.add_argument("--json", type=Path, help="also write the result here")
     parser.add_argument(
         "--write", action="store_true", help="write a call's cost where the simulator reads it"
     )
@@ -288,8 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         measure_traffic(place, options.tokens, 20, result)
         measure_nodes(place, options.nodes, options.bandwidth, options.rounds, result)
     print(report(result))
-    if options.json is not None:
-        options.json.write_text(json.dumps(asdict(result), indent=2) + "\n")
+    write_json(options.json, asdict(result))
     if options.write:
         write_figures({kind: {"attend_s": us / 1e6} for kind, us in result.call_us.items()})
 

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +29,7 @@ from vllm_ssdkv.connector.worker.token_ordering import TokenOrdering
 from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
+from vllm_ssdkv.profiling.rig.measure import by_turns, timed, write_json
 from vllm_ssdkv.store.cache.frames import FrameCache
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.arena import Arena
@@ -114,20 +113,14 @@ def measure(shape: Shape, repeat: int) -> dict[str, list[float]]:
     caches = [
         torch.randn(shape.blocks * ROTATION, size).to(torch.bfloat16) for _ in range(shape.layers)
     ]
-    timed: dict[str, Callable[[], None]] = {}
+    turns: dict[str, Callable[[], float]] = {}
     for name, held in geometries(shape).items():
-        timed[name], make_tails = calls(shape, held, caches, ordered=False)
+        pack, make_tails = calls(shape, held, caches, ordered=False)
+        turns[name] = timed(pack)
         if held.tail_pages:
-            timed[f"{name}: keys"], _ = calls(shape, held, caches, ordered=True)
-            timed[f"{name}: tails"] = make_tails
-    seconds: dict[str, list[float]] = {name: [] for name in timed}
-    for turn in range(ROTATION + repeat):
-        for name, call in timed.items():
-            begin = time.perf_counter()
-            call()
-            if turn >= ROTATION:  # before, memory is touched and threads begin
-                seconds[name].append(time.perf_counter() - begin)
-    return seconds
+            pack, _ = calls(shape, held, caches, ordered=True)
+            turns |= {f"{name}: keys": timed(pack), f"{name}: tails": timed(make_tails)}
+    return by_turns(turns, repeat, warm_up=ROTATION)
 
 
 def report(name: str, shape: Shape, medians: Mapping[str, float]) -> None:
@@ -157,8 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seconds = measure(SHAPES[name], options.repeat)
         figures[name] = {kind: statistics.median(runs) for kind, runs in seconds.items()}
         report(name, SHAPES[name], figures[name])
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1))
+    write_json(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ that drives get do not depend on the machine.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import time
@@ -29,6 +28,7 @@ from vllm_ssdkv.base.sizes import parse_size
 from vllm_ssdkv.config.io_engine import EngineOptions, ThrottleRule
 from vllm_ssdkv.profiling.clusters.layer_reads import LAYER_HEADS, Scored, baseline
 from vllm_ssdkv.profiling.clusters.trace import I64, PAGE, Bools, Trace, read_traces
+from vllm_ssdkv.profiling.rig.measure import markdown, write_json
 from vllm_ssdkv.store.format.segment import Rule
 from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES, SlotGeometry
 from vllm_ssdkv.store.io.coalescing import submit_coalesced
@@ -218,17 +218,14 @@ def measure(
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown."""
-    lines = [
-        "| order, selector | batch | drives | placement | of linear | busiest / mean | requests |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    columns = ("order, selector", "batch", "drives", "placement", "of linear", "busiest / mean")
+    cells = []
     for row in rows:
         found = row.measured
-        lines.append(
-            f"| {row.order}, {ORDERS[row.order]} | {row.batch} | {row.drives} | {row.placement} "
-            f"| {row.linear:.2f} | {found.busiest:.2f} | {found.requests:.0f} |"
-        )
-    return "\n".join(lines)
+        shown = [f"{row.linear:.2f}", f"{found.busiest:.2f}", f"{found.requests:.0f}"]
+        sizes = [str(row.batch), str(row.drives), row.placement]
+        cells.append([f"{row.order}, {ORDERS[row.order]}", *sizes, *shown])
+    return markdown((*columns, "requests"), cells)
 
 
 def main() -> None:
@@ -257,8 +254,7 @@ def main() -> None:
             repeats=options.repeats,
         )
     print(table(rows))
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    write_json(options.json, [asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Run as ``ssdkv bench ttft``. On the drive as it is and on one slowed by the thro
 ``load: always`` and with ``load: auto``. One run fills a store, then one engine after the other
 opens it, with DRAM empty, and asks by turns a prompt that nobody knows, one that is on the drive,
 and the same again from DRAM. Medians over repeats; a ratio is the median of those of two
-measurements that followed each other. Each engine is a process of its own, which runs this file.
+measurements that followed each other. Each engine is a process of its own.
 
 How fast the connector loads what is on the drive, in bytes per second that it was at it, is set
 against what our I/O engine alone reads from the same drives with requests of the same size: as many
@@ -20,16 +20,12 @@ to the next step, and that step, which computes the last token.
 
 from __future__ import annotations
 
-import argparse
-import functools
 import math
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -40,14 +36,15 @@ from vllm_ssdkv.config.io_engine import EngineKind, ThrottleRule
 from vllm_ssdkv.profiling.bench_io.case import MEMORY_BYTES, Case
 from vllm_ssdkv.profiling.bench_io.engines import DEADLINE_S, EngineContender
 from vllm_ssdkv.profiling.bench_io.files import bench_files
-from vllm_ssdkv.profiling.measuring_process import add_hidden_options, measured, run_measurement
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
+from vllm_ssdkv.profiling.rig.child_process import Job, Rows, run_measurement
+from vllm_ssdkv.profiling.rig.engine import BLOCK, ONE_THREAD, Engine, random_prompt
+from vllm_ssdkv.profiling.rig.measure import median_ratio
 from vllm_ssdkv.store.io.engines.protocol import Op
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.read.load_job import LoadOutcome
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-BLOCK = 32
 CHUNK = 1024
 WARM_UP = (max(LENGTHS), 512, 4096, 64, 1024)
 """Hits before the measurement, from which the engine learns. The first uses all of HBM: here that
@@ -65,59 +62,35 @@ BATCHES_S = 3 * REST_S
 """Seconds of one run of batches of one size, rests included, at least."""
 
 
-def _prompt(length: int, name: str) -> dict[str, list[int]]:
-    """A prompt of ``length`` full blocks and one token more, so that all of it can be found."""
-    source = random.Random(name)
-    return {"prompt_token_ids": [source.randrange(32, 800) for _ in range(length + 1)]}
-
-
-def _engine(job: dict[str, Any]) -> Any:  # noqa: ANN401 - vllm.LLM; vLLM is imported in the measuring process only
-    from vllm import LLM
-
-    options = {
-        "devices": job["devices"],
-        "dram_gib": job["dram_bytes"] / GIB,
-        "load": job["load"],
-        "io": {"throttle": job["throttle"]},
-    }
-    transfer = {
-        "kv_connector": "SSDKVConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": options,
-    }
-    return LLM(
-        job["model"],
-        max_model_len=max(LENGTHS) + 64,
-        enforce_eager=True,
-        block_size=BLOCK,
-        max_num_batched_tokens=CHUNK,
-        max_num_seqs=1,
-        disable_log_stats=False,
-        kv_cache_memory_bytes=job["hbm_bytes"],
-        kv_transfer_config=transfer,
-    )
-
-
 class _Asker:
     """Asks one prompt at a time, with nothing left to do from the one before."""
 
-    def __init__(self, job: dict[str, Any]):
-        from vllm import SamplingParams
-
-        self._llm = _engine(job)
+    def __init__(self, job: Job):
+        options = {
+            "devices": job["devices"],
+            "dram_gib": job["dram_bytes"] / GIB,
+            "load": job["load"],
+            "io": {"throttle": job["throttle"]},
+        }
+        self._engine = Engine.small(
+            job["model"],
+            options,
+            max_model_len=max(LENGTHS) + 64,
+            max_num_batched_tokens=CHUNK,
+            max_num_seqs=1,
+            kv_cache_memory_bytes=job["hbm_bytes"],
+        )
+        self._worker = self._engine.worker
         self._taken: list[tuple[LoadOutcome, float]] = []
         self._note_loads()
-        self._params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 
     def ask(self, length: int, name: str) -> tuple[float, int]:
-        """Seconds to the first token, and tokens that were not computed. HBM holds no prefix."""
-        (output,) = self._llm.generate([_prompt(length, name)], self._params, use_tqdm=False)
-        core = self._llm.llm_engine.engine_core.engine_core
-        while core.scheduler.has_requests():
-            self._llm.llm_engine.step()
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not reset its prefix cache")
-        time.sleep(REST_S)
+        """Seconds to the first token, and tokens that were not computed. HBM holds no prefix.
+
+        The prompt is ``length`` full blocks and one token more, so that all of it can be found.
+        """
+        output = self._engine.ask(random_prompt(length + 1, name))
+        self._engine.forget(REST_S)
         return output.metrics.first_token_latency, output.num_cached_tokens or 0
 
     def _note_loads(self) -> None:
@@ -139,12 +112,6 @@ class _Asker:
         loads = [(o.queued_s + o.ssd_s, late) for o, late in taken if o.tokens_from_ssd]
         return sum(load for load, _ in loads), sum(late for _, late in loads)
 
-    @property
-    def _worker(self) -> Any:  # noqa: ANN401 - SSDKVWorker; vLLM is imported in the measuring process only
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        return get_kv_transfer_group().worker
-
     def loaded(self) -> tuple[float, float]:
         """Bytes that were loaded from the drive so far, and the seconds that it took."""
         worker = self._worker
@@ -162,7 +129,7 @@ class _Asker:
 
     def close(self) -> None:
         """End the engine: what is written is journalled."""
-        self._llm.llm_engine.engine_core.shutdown()
+        self._engine.close()
 
 
 class _EngineAlone:
@@ -191,7 +158,7 @@ class _EngineAlone:
 
 
 @contextmanager
-def _engine_alone(job: dict[str, Any], nbytes: int, depth: int) -> Iterator[_EngineAlone]:
+def _engine_alone(job: Job, nbytes: int, depth: int) -> Iterator[_EngineAlone]:
     """``depth``: requests in flight on each drive, or fewer where that is enough."""
     paths = [Path(device["path"]) for device in job["devices"]]
     model = None
@@ -211,7 +178,7 @@ def _engine_alone(job: dict[str, Any], nbytes: int, depth: int) -> Iterator[_Eng
         arena.close()
 
 
-def fill(job: dict[str, Any]) -> list[dict[str, Any]]:
+def fill(job: Job) -> Rows:
     """Put every prompt that is to be found into the store."""
     asker = _Asker(job)
     for length in LENGTHS:
@@ -223,7 +190,7 @@ def fill(job: dict[str, Any]) -> list[dict[str, Any]]:
     return []
 
 
-def measure(job: dict[str, Any]) -> list[dict[str, Any]]:
+def measure(job: Job) -> Rows:
     """One row per length."""
     asker = _Asker(job)
     nbytes, depth, per_block = asker.request()
@@ -243,7 +210,7 @@ def measure(job: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _ask_all(asker: _Asker, job: dict[str, Any]) -> list[dict[str, Any]]:
+def _ask_all(asker: _Asker, job: Job) -> Rows:
     news = f"{job['drive']} {job['load']}"
     for number, length in enumerate(WARM_UP):
         asker.ask(length, f"news {news} {number}")
@@ -277,7 +244,7 @@ def _ask_all(asker: _Asker, job: dict[str, Any]) -> list[dict[str, Any]]:
                 "load": job["load"],
                 "tokens": length,
                 **{f"ttft_{name}": statistics.median(each) for name, each in times.items()},
-                **{f"ratio_{name}": _ratio(times[name], times["computed"]) for name in loaded},
+                **{f"ratio_{k}": median_ratio(times[k], times["computed"]) for k in loaded},
                 **{f"loaded_{k}": n / length / job["repeats"] for k, n in loaded.items()},
                 "load_bytes_per_s": statistics.median(speeds) if speeds else None,
                 "hit_parts_s": [statistics.median(part) for part in zip(*parts, strict=True)],
@@ -286,28 +253,13 @@ def _ask_all(asker: _Asker, job: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _ratio(these: list[float], those: list[float]) -> float:
-    """Median of the ratios of what was measured one after the other."""
-    return statistics.median(a / b for a, b in zip(these, those, strict=True))
-
-
-MEASUREMENTS = {"fill": fill, "measure": measure}
-
-ONE_THREAD = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-}
-"""vLLM's threads would spin against the loader's on a machine with few cores."""
-
-
 def run_bench(
     model: Path,
     directories: Sequence[Path],
     slow: dict[str, float],
     repeats: int,
     tell: Callable[[str], object],
-) -> list[dict[str, Any]]:
+) -> Rows:
     """Measure everything: a row per drive, option ``load`` and length. Takes minutes.
 
     Args:
@@ -323,20 +275,20 @@ def run_bench(
     """
     _require_bandwidth(max(LENGTHS) * bytes_per_token(model), slow["bandwidth"], len(directories))
     job = _job(model, directories, repeats, engines=len(DRIVES) * len(LOADS) + 1)
-    run = functools.partial(run_measurement, "bench_ttft", environment=ONE_THREAD)
     tell("filling a store")
-    run("fill", {**job, "load": "always", "throttle": []})
+    run_measurement(fill, {**job, "load": "always", "throttle": []}, ONE_THREAD)
     rows = []
     for drive, throttle in zip(DRIVES, ([], [slow]), strict=True):
         for load in LOADS:
             tell(f"drive {drive}, load {load}")
-            rows += run("measure", {**job, "drive": drive, "throttle": throttle, "load": load})
+            mine = {**job, "drive": drive, "throttle": throttle, "load": load}
+            rows += run_measurement(measure, mine, ONE_THREAD)
     return rows
 
 
 def slowed_hits(
     model: Path, directories: Sequence[Path], slow: dict[str, float], repeats: int
-) -> list[dict[str, Any]]:
+) -> Rows:
     """The same on slowed drives alone, with ``load: always``: a row per length.
 
     Raises:
@@ -344,12 +296,12 @@ def slowed_hits(
     """
     _require_bandwidth(max(LENGTHS) * bytes_per_token(model), slow["bandwidth"], len(directories))
     job = _job(model, directories, repeats, engines=2)
-    run = functools.partial(run_measurement, "bench_ttft", environment=ONE_THREAD)
-    run("fill", {**job, "load": "always", "throttle": []})
-    return run("measure", {**job, "drive": DRIVES[1], "throttle": [slow], "load": "always"})
+    run_measurement(fill, {**job, "load": "always", "throttle": []}, ONE_THREAD)
+    slowed = {**job, "drive": DRIVES[1], "throttle": [slow], "load": "always"}
+    return run_measurement(measure, slowed, ONE_THREAD)
 
 
-def _job(model: Path, directories: Sequence[Path], repeats: int, *, engines: int) -> dict[str, Any]:
+def _job(model: Path, directories: Sequence[Path], repeats: int, *, engines: int) -> Job:
     """Common part of all engines."""
     hit = bytes_per_token(model) * (max(LENGTHS) + CHUNK)
     # What is stored, and what each of the other engines adds to it; headers and padding on top.
@@ -374,16 +326,3 @@ def _require_bandwidth(hit: int, bandwidth: float, drives: int) -> None:
             f"{hit / bandwidth / drives:.0f} s, and has {DEADLINE_S:.0f} s: give "
             f"{math.ceil(least / MIB)} MiB at least"
         )
-
-
-def main() -> None:
-    """One engine, as :func:`run_bench` starts it."""
-    parser = argparse.ArgumentParser(description="Part of: ssdkv bench ttft")
-    parser.add_argument("--json", help=argparse.SUPPRESS)
-    add_hidden_options(parser, MEASUREMENTS)
-    if not measured(parser.parse_args(), MEASUREMENTS):
-        parser.error("run: ssdkv bench ttft")
-
-
-if __name__ == "__main__":
-    main()

@@ -75,17 +75,13 @@ WITH_VLLM = ("connector", "batch", "plugin.py", "cli")
 MEASURE_VLLM = (
     "accuracy",
     "forced_decode.py",
-    "bench_engine.py",
-    "bench_metrics.py",
-    "bench_ttft.py",
-    "bench_verify.py",
     "bench_io/vllm_fs.py",
     "bench_ssds/vllm_requests.py",
     "gpu_pack/vllm_case.py",
     "gpu_pack/vllm_engine.py",
     "gpu_pack/vllm_ops.py",
     "clusters/record.py",
-    "recall",
+    "rig/engine.py",
 )
 """Of ``profiling/``."""
 

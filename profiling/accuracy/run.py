@@ -1,22 +1,22 @@
 """One engine that decodes what suites force on it, in a process of its own, and how it did.
 
-``python -P -m vllm_ssdkv.profiling.accuracy.run RUN FD`` writes one JSON object per line to the
-descriptor FD, each with its ``event``: ``pass`` after all requests of a suite at a budget,
-``result`` at the end. Everything else goes to standard output and error.
+Its events: ``pass`` after all requests of a suite at a budget, ``result`` at the end.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Final
 
 from vllm_ssdkv.profiling.accuracy.suites import Request, SuiteName, requests, right
-from vllm_ssdkv.profiling.page_engine import SHUTDOWN_S, PageEngine
+from vllm_ssdkv.profiling.rig import engine as rig
+from vllm_ssdkv.profiling.rig.child_process import Tell, serve
+from vllm_ssdkv.profiling.rig.engine import ONE_PROCESS, Engine, worker_metrics
+from vllm_ssdkv.profiling.rig.page_engine import PageEngine
 
 if TYPE_CHECKING:
     import torch
@@ -99,10 +99,9 @@ class AccuracyRun:
         return {"budget_tokens": held + round(share * (tokens - held))}
 
 
-def run(plan: AccuracyRun, events: TextIO) -> None:
+def run(plan: AccuracyRun, tell: Tell) -> None:
     """Start the engine, decode, report, stop the engine."""
     from transformers import AutoTokenizer
-    from vllm import LLM
 
     tokenizer = AutoTokenizer.from_pretrained(plan.model)
     # Before the engine starts: a document may be missing.
@@ -110,27 +109,34 @@ def run(plan: AccuracyRun, events: TextIO) -> None:
         (suite, tokens, requests(suite, tokenizer, tokens, plan.questions))
         for suite, tokens in plan.suites
     ]
-    llm: Any = LLM(**plan.engine_settings())
+    engine = Engine(**plan.engine_settings())
     found = []
     for suite, tokens, asked in suites:
-        _store_prompts(llm.llm_engine, asked)
+        _store_prompts(engine, asked)
         for share in plan.budgets:
-            rows = _decode(llm.llm_engine, plan, suite, share, asked)
+            rows = _decode(engine, plan, suite, share, asked)
             found.append({"suite": suite, "context": tokens, "budget": share, **rows})
-            _tell(events, event="pass", suite=suite, budget=share)
-    llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_S)
-    _tell(events, event="result", passes=found)
+            tell("pass", suite=suite, budget=share)
+    engine.close()
+    tell("result", passes=found)
 
 
-def _store_prompts(engine: Any, asked: Sequence[Request]) -> None:  # noqa: ANN401 - vLLM's
+def _store_prompts(engine: Engine, asked: Sequence[Request]) -> None:
     """Compute each prompt that is shared once, so that all passes decode from what is stored."""
     first = {request.group: request for request in reversed(asked)}
-    for _ in _answers(engine, {f"stored {g}": (r, 1, {}) for g, r in first.items()}):
+    named = {f"stored {group}": request.prompt for group, request in first.items()}
+    for _ in engine.steps(_greedy(name, prompt, 1) for name, prompt in named.items()):
         pass
 
 
+def _greedy(
+    name: str, prompt: Sequence[int], tokens: int, extra: dict[str, object] | None = None
+) -> rig.Request:
+    return rig.Request(name, prompt, tokens, extra, detokenize=False)
+
+
 def _decode(
-    engine: Any,  # noqa: ANN401 - vLLM's
+    engine: Engine,
     plan: AccuracyRun,
     suite: str,
     share: float,
@@ -138,23 +144,20 @@ def _decode(
 ) -> dict[str, object]:
     """Figures of a pass: those of each request, and what the worker counted meanwhile."""
     from vllm_ssdkv.profiling.forced_decode import FORCED, FORCINGS, Record
-    from vllm_ssdkv.profiling.recall.run import worker_metrics
 
     names = [f"{suite} {share:g} {number}" for number in range(len(asked))]
     records = {n: Record(r.forced) for n, r in zip(names, asked, strict=True)}
     FORCINGS.clear()
     FORCINGS.update(records)
-    waiting: dict[str, tuple[Request, int, dict[str, object]]] = {}
+    waiting = []
     for name, request in zip(names, asked, strict=True):
         extra: dict[str, object] = {FORCED: name}
         tokens = len(request.prompt) + len(request.forced)
         if choice := plan.asked(share, tokens):
             extra["kv_transfer_params"] = {"ssdkv": choice}
-        waiting[name] = request, len(request.forced), extra
+        waiting.append(_greedy(name, request.prompt, len(request.forced), extra))
     before = worker_metrics()
-    tokens_of: dict[str, tuple[int, ...]] = {}
-    for answers in _answers(engine, waiting):
-        tokens_of |= answers
+    *_, tokens_of = engine.answers(waiting)
     after = worker_metrics()
     rows = []
     for number, (name, request) in enumerate(zip(names, asked, strict=True)):
@@ -192,35 +195,11 @@ def _compared(
     }
 
 
-def _answers(
-    engine: Any,  # noqa: ANN401 - vLLM's
-    asked: dict[str, tuple[Request, int, dict[str, object]]],
-) -> Iterator[dict[str, tuple[int, ...]]]:
-    """After each step of the engine, the tokens so far, by name."""
-    from vllm import SamplingParams
-
-    for name, (request, count, extra) in asked.items():
-        sampling = SamplingParams(
-            temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, extra_args=extra
-        )
-        engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, sampling)
-    while engine.has_unfinished_requests():
-        yield {o.request_id: tuple(o.outputs[0].token_ids) for o in engine.step()}
-
-
-def _tell(events: TextIO, **fields: object) -> None:
-    events.write(json.dumps(fields) + "\n")
-    events.flush()
-
-
-def main() -> None:
-    """Entry point of the process."""
-    plan, descriptor = sys.argv[1:]
-    os.set_inheritable(int(descriptor), False)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the processor's records are read here
-    with os.fdopen(int(descriptor), "w", encoding="utf-8") as events:
-        run(AccuracyRun.from_json(plan), events)
+def main(plan: str, tell: Tell) -> None:
+    """Run a plan that is JSON."""
+    os.environ.update(ONE_PROCESS)  # the processor's records are read here
+    run(AccuracyRun.from_json(plan), tell)
 
 
 if __name__ == "__main__":
-    main()
+    serve(main)

@@ -1,8 +1,6 @@
 """A real engine in page mode whose queries and keys are recorded, in a process of its own.
 
-``python -P -m vllm_ssdkv.profiling.clusters.record PLAN FD`` writes one JSON object per line to the
-descriptor FD, each with its ``event``: ``progress`` now and then, ``part`` with each finished
-document, ``result`` at the end. Everything else goes to standard output and error.
+Its events: ``progress`` now and then, ``part`` with each finished document, ``result`` at the end.
 
 Each attention layer of the model gets a :class:`RecordingAttention` in the place of its own, which
 hands on every call. So what is recorded is what the plugin's attention was given, and neither the
@@ -11,30 +9,28 @@ plugin nor vLLM knows of it. Attention is exact.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from vllm import LLM, SamplingParams
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.sizes import MIB
-from vllm_ssdkv.connector.names import CONNECTOR
 from vllm_ssdkv.profiling.clusters.plan import Document, RecordPlan
 from vllm_ssdkv.profiling.clusters.trace import PAGE, WINDOW, Manifest, Trace
 from vllm_ssdkv.profiling.forced_decode import FORCED, FORCINGS, ForcedDecode, Forcing
-from vllm_ssdkv.profiling.page_engine import CHUNK, SHUTDOWN_S, STAGING
 from vllm_ssdkv.profiling.recall import recall
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
 from vllm_ssdkv.profiling.recall.run import BLOCK_TOKENS
+from vllm_ssdkv.profiling.rig.child_process import Tell, serve
+from vllm_ssdkv.profiling.rig.engine import ONE_PROCESS, Engine, Request, transfer_config
+from vllm_ssdkv.profiling.rig.page_engine import CHUNK, STAGING
 
 _PROGRESS_STEPS: Final = 16
 
@@ -122,18 +118,18 @@ class RecordingAttention:
         return out
 
 
-def record(plan: RecordPlan, events: TextIO) -> None:
+def record(plan: RecordPlan, tell: Tell) -> None:
     """Record all documents of the plan; each is in the manifest as soon as it is whole."""
-    llm: Any = LLM(**_engine_settings(plan))
-    attention = _attach(llm, plan)
+    engine = Engine(**_engine_settings(plan))
+    attention = _attach(engine, plan)
     directory = Path(plan.directory)
     manifest = Manifest.read(directory) or Manifest(plan.settings())
     for number, document in enumerate(plan.documents):
-        prompt, forced = _tokens(llm, document, plan)
+        prompt, forced = _tokens(engine, document, plan)
         recorder = Recorder(len(plan.layers), plan.tokens, plan.prompt + plan.steps)
         for one in attention:
             one.recorder = recorder
-        _run(llm, document.name, prompt, forced, events)
+        _run(engine, document.name, prompt, forced, tell)
         recorder.require_all()
         counted = len(prompt) - plan.prompt if document.task else len(prompt) - WINDOW
         trace = Trace(
@@ -148,9 +144,9 @@ def record(plan: RecordPlan, events: TextIO) -> None:
         part = trace.write(directory)
         manifest.parts[document.name] = part
         manifest.write(directory)
-        _tell(events, event="part", number=number, part=asdict(part))
-    llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_S)
-    _tell(events, event="result")
+        tell("part", number=number, part=asdict(part))
+    engine.close()
+    tell("result")
 
 
 def _engine_settings(plan: RecordPlan) -> dict[str, Any]:
@@ -175,26 +171,18 @@ def _engine_settings(plan: RecordPlan) -> dict[str, Any]:
         "distributed_executor_backend": "uni",
         "enforce_eager": True,
         "logits_processors": [ForcedDecode],
-        "kv_transfer_config": {
-            "kv_connector": CONNECTOR,
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": options,
-        },
+        **transfer_config(options),
     }
 
 
-def _attach(
-    llm: Any,  # noqa: ANN401 - vLLM's LLM
-    plan: RecordPlan,
-) -> list[RecordingAttention]:
+def _attach(engine: Engine, plan: RecordPlan) -> list[RecordingAttention]:
     """Put a recording attention into each layer that the plan names.
 
     Raises:
         BenchError: the model has other layers than its configuration says.
     """
-    layers = list(
-        get_layers_from_vllm_config(llm.llm_engine.vllm_config, AttentionLayerBase).values()
-    )
+    config = engine.core.vllm_config
+    layers = list(get_layers_from_vllm_config(config, AttentionLayerBase).values())
     if max(plan.layers) >= len(layers):
         raise BenchError(f"the engine has {len(layers)} attention layers, not {max(plan.layers)}")
     made = []
@@ -205,11 +193,7 @@ def _attach(
     return made
 
 
-def _tokens(
-    llm: Any,  # noqa: ANN401 - vLLM's LLM
-    document: Document,
-    plan: RecordPlan,
-) -> tuple[list[int], list[int]]:
+def _tokens(engine: Engine, document: Document, plan: RecordPlan) -> tuple[list[int], list[int]]:
     """Prompt of a document, and the tokens that follow it.
 
     Raises:
@@ -226,7 +210,7 @@ def _tokens(
         except OSError as error:
             raise BenchError(f"{document.path} cannot be read: {error.strerror}") from error
         # As many as are wanted, and no more: tokens are bytes at least.
-        ids = llm.get_tokenizer().encode(text[: 32 * plan.tokens])[: plan.tokens]
+        ids = engine.llm.get_tokenizer().encode(text[: 32 * plan.tokens])[: plan.tokens]
     if len(ids) < plan.tokens:
         raise BenchError(
             f"{document.path} has {len(ids)} tokens, not {plan.tokens}: take a longer text, or set "
@@ -235,51 +219,26 @@ def _tokens(
     return ids[: -plan.steps], ids[-plan.steps :]
 
 
-def _run(
-    llm: Any,  # noqa: ANN401 - vLLM's LLM
-    name: str,
-    prompt: list[int],
-    forced: list[int],
-    events: TextIO,
-) -> None:
+def _run(engine: Engine, name: str, prompt: list[int], forced: list[int], tell: Tell) -> None:
     """Compute a prompt, and a decode step for each forced token."""
-    # An answer's last token is fed to nothing: one more is asked for than are to be decoded.
-    sampling = SamplingParams(
-        temperature=0,
-        max_tokens=len(forced) + 1,
-        ignore_eos=True,
-        detokenize=False,
-        extra_args={FORCED: name},
-    )
     FORCINGS[name] = Forcing((*forced, forced[-1]))
-    engine = llm.llm_engine
-    engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
-    steps = 0
-    while engine.has_unfinished_requests():
-        engine.step()
-        steps += 1
+    # An answer's last token is fed to nothing: one more is asked for than are to be decoded.
+    asked = Request(name, prompt, len(forced) + 1, {FORCED: name}, detokenize=False)
+    for steps, _ in enumerate(engine.steps([asked]), 1):
         if steps % _PROGRESS_STEPS == 1:
             done = min(1.0, steps / (-(-len(prompt) // CHUNK) + len(forced)))
-            _tell(events, event="progress", document=name, done=done)
+            tell("progress", document=name, done=done)
 
 
-def _tell(events: TextIO, **fields: object) -> None:
-    events.write(json.dumps(fields) + "\n")
-    events.flush()
-
-
-def main() -> None:
-    """Entry point of the process."""
-    plan, descriptor = sys.argv[1:]
-    os.set_inheritable(int(descriptor), False)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the recorder sees what the engine does
-    with os.fdopen(int(descriptor), "w", encoding="utf-8") as events:
-        try:
-            record(RecordPlan.from_json(plan), events)
-        except BenchError as error:
-            _tell(events, event="refused", reason=str(error))
-            raise SystemExit(1) from error
+def main(plan: str, tell: Tell) -> None:
+    """Record by a plan that is JSON."""
+    os.environ.update(ONE_PROCESS)  # the recorder sees what the engine does
+    try:
+        record(RecordPlan.from_json(plan), tell)
+    except BenchError as error:
+        tell("refused", reason=str(error))
+        raise SystemExit(1) from error
 
 
 if __name__ == "__main__":
-    main()
+    serve(main)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,13 +14,7 @@ from vllm_ssdkv.base.sizes import format_size
 from vllm_ssdkv.profiling.clusters.plan import Document, ModelShape, RecordPlan
 from vllm_ssdkv.profiling.clusters.trace import PAGE, WINDOW, Manifest, part_problem
 from vllm_ssdkv.profiling.recall import recall
-from vllm_ssdkv.profiling.recall.child_process import (
-    Event,
-    PhaseError,
-    environment,
-    run_process,
-    tail,
-)
+from vllm_ssdkv.profiling.rig.child_process import Event, PhaseError, run_module, tail
 
 _TIMEOUT_S: Final = 3600.0
 
@@ -101,11 +94,10 @@ def record_missing(plan: RecordPlan, tell: Callable[[Event], None]) -> int:
         store = Path(folder) / "store"
         store.mkdir(mode=0o700)
         mine = replace(plan, documents=documents, store=os.fspath(store))
-        command = [sys.executable, "-P", "-m", "vllm_ssdkv.profiling.clusters.record"]
         log = Path(folder) / "engine.log"
         try:
-            run_process(
-                [*command, mine.to_json()], environment(stock=False), log, _TIMEOUT_S, watch
+            run_module(
+                "vllm_ssdkv.profiling.clusters.record", [mine.to_json()], log, _TIMEOUT_S, watch
             )
         except PhaseError as error:
             why = reasons[0] if reasons else f"the engine {error}\n{tail(log)}"

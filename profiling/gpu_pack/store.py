@@ -454,12 +454,12 @@ def _whole_store(
         nbytes = blocks * rig.geometry.slot_bytes
         case.figure("stored", nbytes / rig.save() / 1e9, "GB/s")
         rig.forget()
-        outcome = rig.load()
+        outcome = rig.load_back()
         case.figure("loaded from the disk", nbytes / outcome.ssd_s / 1e9, "GB/s")
         _compare_blocks(rig, "from the disk")
         for cache in rig.caches:
             cache[blocks:] = 0
-        outcome = rig.load()
+        outcome = rig.load_back()
         case.figure("loaded from DRAM", nbytes / outcome.dram_s / 1e9, "GB/s")
         if outcome.tokens_from_ssd:
             raise BenchError("what was in DRAM was read again")

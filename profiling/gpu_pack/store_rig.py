@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ssdkv.base.errors import BenchError
-from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.io_engine import EngineKind
@@ -21,12 +19,10 @@ from vllm_ssdkv.connector.worker.stream_fence import StreamFence
 from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
-from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.profiling.rig.store import StoreRig
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.summary_rows import with_summaries
-from vllm_ssdkv.store.open import StorePlace, open_rank
-from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
-from vllm_ssdkv.store.tiered_store import TieredStore
+from vllm_ssdkv.store.read.load_job import LoadOutcome
 
 PATIENCE_S: Final = 60.0
 
@@ -36,7 +32,7 @@ REQUEST: Final = "request"
 Slots = NDArray[np.int64]
 
 
-class PagedRig:
+class PagedRig(StoreRig):
     """A store of ``blocks`` slots, and a cache of twice as many blocks on ``device``.
 
     One thread calls all methods. Closing it ends the store; its files stay.
@@ -66,8 +62,8 @@ class PagedRig:
         plain = SlotGeometry(
             "paged", layers, layout.kv_heads, layout.groups, layout.page_payload_bytes
         )
-        self.geometry = with_summaries(plain, layout.page_tokens, channels=channels is not None)
-        slot = self.geometry.slot_bytes
+        geometry = with_summaries(plain, layout.page_tokens, channels=channels is not None)
+        slot = geometry.slot_bytes
         capacity = max((blocks + 16) * slot * 2, 32 * MIB)
         sparse: dict[str, Any] = {} if channels is None else {"channel_pages": channels}
         config = SSDKVConfig.from_extra_config(
@@ -82,8 +78,6 @@ class PagedRig:
                 "io": {"engine": engine},
             }
         )
-        place = StorePlace(config, self.geometry, Fingerprint({"gpu pack": seed}), 1)
-        self._opened = open_rank(place, 0, Counters())
         random = torch.Generator(device).manual_seed(seed)
         elements = layout.block_bytes // layout.dtype.itemsize
         self.caches = [
@@ -91,27 +85,25 @@ class PagedRig:
             for _ in range(layers)
         ]
         self.fence = StreamFence(device)
-        self.store = TieredStore(
-            self._opened.files,
-            self._opened.arena,
-            self._opened.plan,
-            self._opened.num_slots,
-            layout.block_tokens,
-            self._copy_in,
-            summarizer=KernelSummaryBuilder(layout, self.geometry),
+        super().__init__(
+            config,
+            geometry,
+            blocks,
+            block_tokens=layout.block_tokens,
+            name=seed,
+            copy_in=self._copy_in,
+            summarizer=KernelSummaryBuilder(layout, geometry),
         )
         if device.type == "cuda":
-            pin_arena(self._opened.arena, device)
+            pin_arena(self.opened.arena, device)
         self._port = PagedPort(
             select_kernels(device), self.caches, layout, self.geometry, self.store.frames
         )
-        self.slots = np.arange(blocks, dtype=np.int64)
-        self._keys = [slot.to_bytes(32, "little") for slot in range(blocks)]
 
     @property
     def engine(self) -> str:
         """Name of the engine that reads and writes."""
-        return self._opened.files.engine.name
+        return self.opened.files.engine.name
 
     def _copy_in(self, frames: NDArray[np.int32], block_ids: Slots) -> None:
         self.fence.follow()
@@ -123,44 +115,22 @@ class PagedRig:
         Raises ``BenchError`` if one could not be written.
         """
         begin = time.perf_counter()
-        done, tails = 0, self.store.tails
-        while done < len(self.slots):
-            wanted = self.slots[done : done + len(tails)]
-            frames = self.store.reserve_frames(wanted, wait=True)
-            if len(frames) == 0:
-                raise BenchError("no frame became free")
-            part = slice(done, done + len(frames))
-            self._port.save(self.slots[part], frames, tails[: len(frames)])
-            self.store.filled(self.slots[part], tails[: len(frames)])
-            epochs = np.ones(len(frames), np.int64)
-            self.store.flush(self.slots[part], epochs, self._keys[part])
-            done += len(frames)
-        if not self.store.drain(PATIENCE_S) or self.store.take_write_results()[1]:
-            raise BenchError("a block was not written")
+        self.write(self._fill, len(self.store.tails))
         # Checksums of pages are kept of what a running request refers to.
         self.store.extend_context(REQUEST, 0, self.slots)
         return time.perf_counter() - begin
 
-    def load(self) -> LoadOutcome:
+    def _fill(self, slots: Slots, frames: NDArray[np.int32]) -> None:
+        tails = self.store.tails[: len(frames)]
+        self._port.save(slots, frames, tails)
+        self.store.filled(slots, tails)
+
+    def load_back(self) -> LoadOutcome:
         """Bring all slots into the second half of the cache.
 
         Raises ``BenchError`` if that fails.
         """
-        blocks = len(self.slots)
-        epochs = np.ones(blocks, np.int64)
-        job = LoadJob(REQUEST, self.slots, epochs, tuple(self._keys), self.slots + blocks)
-        self.store.load(job)
-        end = time.monotonic() + PATIENCE_S
-        while not (outcomes := self.store.take_load_outcomes(0.01)):
-            if time.monotonic() > end:
-                raise BenchError("the load did not end")
-        if not outcomes[0].complete:
-            raise BenchError("a stored block could not be read")
-        return outcomes[0]
-
-    def forget(self) -> None:
-        """DRAM holds no block any more."""
-        self.store.frames.forget(self.slots)
+        return self.load(to=self.slots + len(self.slots), name=REQUEST)
 
     def pages(self, layer: int) -> NDArray[np.uint8]:
         """Payloads of the stored blocks' pages of a layer, [blocks, pages, bytes], as saved."""
@@ -171,8 +141,8 @@ class PagedRig:
         """End the store, with what is in flight."""
         self.store.close()
         if self.device.type == "cuda":
-            unpin_arena(self._opened.arena, self.device)
-        self._opened.close()
+            unpin_arena(self.opened.arena, self.device)
+        self.opened.close()
 
 
 def bytes_at(addresses: NDArray[np.uint64], nbytes: int, device: torch.device) -> NDArray[np.uint8]:

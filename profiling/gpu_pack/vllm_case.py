@@ -32,13 +32,12 @@ from vllm_ssdkv.profiling.gpu_pack.vllm_cells import (
     prompts,
     settings,
 )
+from vllm_ssdkv.profiling.rig.engine import Engine, Request
 
 RESULT: Final = "result.jsonl"
 
 _TIMED: Final = 4
 """Tokens of an answer whose first token is timed."""
-_IDLE_S: Final = 10.0
-"""Within this time an engine has to be done with what it stores."""
 _REST_S: Final = 0.3
 """For writes to reach the drive before the next prompt."""
 
@@ -99,18 +98,16 @@ def run_cell(cell: Cell, device: str, model: Path, folder: Path, result: Path) -
 
 
 def _answer(cell: Cell, device: str, model: Path, folder: Path, tell: Tell) -> None:
-    from vllm import LLM
-
     begin = time.perf_counter()
     compiled = bool(vllm_ops.compiled_parts())
-    llm = LLM(**settings(cell, device, model, folder, compiled=compiled))
+    engine = Engine(**settings(cell, device, model, folder, compiled=compiled))
     _figure(tell, "start", time.perf_counter() - begin, "s")
-    config = llm.llm_engine.vllm_config
+    config = engine.core.vllm_config
     _figure(tell, "model runner", "V2" if config.use_v2_model_runner else "V1")
     asynchronous = config.scheduler_config.async_scheduling
     _figure(tell, "asynchronous scheduling", "yes" if asynchronous else "no")
-    (_speed if cell.speed else _tokens)(cell, device, llm, tell)
-    llm.llm_engine.engine_core.shutdown()
+    (_speed if cell.speed else _tokens)(cell, device, engine, tell)
+    engine.close()
     tell({"ended": True})
 
 
@@ -118,29 +115,29 @@ def _figure(tell: Tell, name: str, value: float | str, unit: str = "") -> None:
     tell({"figure": [name, value, unit]})
 
 
-def _tokens(cell: Cell, device: str, llm: Any, tell: Tell) -> None:  # noqa: ANN401 - vllm.LLM
+def _tokens(cell: Cell, device: str, engine: Engine, tell: Tell) -> None:
     """The same prompts twice."""
     del cell, device
-    asker = _Asker(llm)
+    asker = _Asker(engine)
     for name in ("first", "again"):
         asked = asker.ask(prompts(), ANSWER)
         _figure(tell, f"{name} time", asked.seconds, "s")
         tell({name: asked.tokens, f"{name} cached": asked.cached})
 
 
-def _speed(cell: Cell, device: str, llm: Any, tell: Tell) -> None:  # noqa: ANN401 - vllm.LLM
+def _speed(cell: Cell, device: str, engine: Engine, tell: Tell) -> None:
     """Time to the first token by length, computed and found, then tokens decoded per second."""
-    scale, asker = Scale.of(device), _Asker(llm)
+    scale, asker = Scale.of(device), _Asker(engine)
     kinds = ["found"] if cell.finds_prompts else []
     if not cell.stored:
         kinds.insert(0, "computed")
     for _ in kinds:  # kernels are compiled, and what happens once has happened
         asker.ask([prompt(scale.shape, scale.lengths[0], "first of all")], _TIMED)
-        asker.forget()
+        engine.forget(_REST_S)
     for length in scale.lengths:
         for kind in kinds:
             asked = asker.ask([prompt(scale.shape, length, "timed")], _TIMED)
-            asker.forget()
+            engine.forget(_REST_S)
             name = f"first token, {length} tokens, {kind}"
             _figure(tell, name, asked.first_s * 1e3, "ms")
             tell({name: asked.tokens, f"{name} cached": asked.cached})
@@ -150,7 +147,7 @@ def _speed(cell: Cell, device: str, llm: Any, tell: Tell) -> None:  # noqa: ANN4
         asked = asker.ask(
             [prompt(scale.shape, scale.decoded, f"decode {i}") for i in range(batch)], scale.answer
         )
-        asker.forget()
+        engine.forget(_REST_S)
         _figure(tell, f"decode, batch {batch}, {scale.decoded} tokens", asked.rate, "tokens/s")
 
 
@@ -175,26 +172,23 @@ class _Asked:
 class _Asker:
     """Asks an engine in this process, and looks at the clock after each of its steps."""
 
-    def __init__(self, llm: Any) -> None:  # noqa: ANN401 - vllm.LLM
-        self._llm = llm
-        self._engine = llm.llm_engine
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._count = 0
 
     def ask(self, given: Sequence[Sequence[int]], answer: int) -> _Asked:
         """Ask prompts at once for ``answer`` tokens each."""
-        from vllm import SamplingParams
-
-        greedy = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True, detokenize=False)
         names = [f"request-{self._count + i}" for i in range(len(given))]
         self._count += len(given)
+        asked = [
+            Request(name, one, answer, detokenize=False)
+            for name, one in zip(names, given, strict=True)
+        ]
         begin = time.perf_counter()
-        for name, one in zip(names, given, strict=True):
-            self._engine.add_request(name, {"prompt_token_ids": list(one)}, greedy)
         found: dict[str, Any] = {}
         first_s, at_first = 0.0, 0
-        while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                found[output.request_id] = output
+        for outputs in self._engine.steps(asked):
+            found |= {output.request_id: output for output in outputs}
             counts = [len(one.outputs[0].token_ids) for one in found.values()]
             if not first_s and len(counts) == len(names) and all(counts):
                 first_s, at_first = time.perf_counter() - begin, sum(counts)
@@ -209,13 +203,3 @@ class _Asker:
             tokens,
             [int(found[name].num_cached_tokens or 0) for name in names],
         )
-
-    def forget(self) -> None:
-        """Have all that is to be stored stored, and no prefix in HBM."""
-        ends = time.monotonic() + _IDLE_S
-        scheduler = self._engine.engine_core.engine_core.scheduler
-        while scheduler.has_requests() or not self._llm.reset_prefix_cache():
-            if time.monotonic() > ends:
-                raise BenchError(f"the engine was not done with a request after {_IDLE_S:.0f} s")
-            self._engine.step()
-        time.sleep(_REST_S)

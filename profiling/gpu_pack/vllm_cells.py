@@ -16,6 +16,7 @@ from typing import Any, Final
 from vllm_ssdkv.base.sizes import GIB, MIB
 from vllm_ssdkv.connector.names import CONNECTOR
 from vllm_ssdkv.profiling.gpu_pack.llama_shapes import LLAMA_8B, TINY, Shape
+from vllm_ssdkv.profiling.rig.engine import transfer_config
 
 BLOCK: Final = 32
 WINDOW: Final = 64
@@ -185,11 +186,8 @@ def settings(
     }
     if cell.connector:
         ours = cell.connector in ("reuse", "page")
-        chosen["kv_transfer_config"] = {
-            "kv_connector": CONNECTOR if ours else cell.connector,
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": _options(cell, device, folder),
-        }
+        connector = CONNECTOR if ours else cell.connector
+        chosen |= transfer_config(_options(cell, device, folder), connector)
     if device == "cuda":
         # FlashAttention has not travelled; the same attention for all, so that they compare.
         chosen["attention_backend"] = "CUSTOM" if cell.connector == "page" else "TRITON_ATTN"

@@ -7,7 +7,6 @@ them, so that the prompts are computed once for each kind.
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,10 +20,10 @@ from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.selectors import SELECTORS
 from vllm_ssdkv.profiling.console import progress
-from vllm_ssdkv.profiling.page_engine import STAGING
-from vllm_ssdkv.profiling.recall.child_process import PhaseError, environment, run_process, tail
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
 from vllm_ssdkv.profiling.recall.run import BLOCK_TOKENS, Batch, RecallRun
+from vllm_ssdkv.profiling.rig.child_process import PhaseError, run_module, tail
+from vllm_ssdkv.profiling.rig.page_engine import STAGING
 
 SPARSE: Final = SELECTORS.names()
 """The selectors there are, but ``exact``."""
@@ -74,14 +73,11 @@ class RecallStores:
         Raises:
             BenchError: the engine failed.
         """
-        command = [sys.executable, "-P", "-m", module, plan]
         log = self.root / "engine.log"
         try:
             with progress(console) as note:
                 note(what)
-                return run_process(
-                    command, environment(stock=False), log, _TIMEOUT_S, lambda _: None
-                )
+                return run_module(module, [plan], log, _TIMEOUT_S)
         except PhaseError as error:
             raise BenchError(f"{what}: {error}\n{tail(log)}") from error
 

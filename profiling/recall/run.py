@@ -1,8 +1,6 @@
 """One engine that answers batches of recall questions, in a process of its own, and its figures.
 
-``python -P -m vllm_ssdkv.profiling.recall.run RUN FD`` writes one JSON object per line to the
-descriptor FD, each with its ``event``: ``batch`` after each batch, ``result`` at the end.
-Everything else goes to standard output and error.
+Its events: ``batch`` after each batch, ``result`` at the end.
 """
 
 from __future__ import annotations
@@ -11,17 +9,17 @@ import cProfile
 import json
 import os
 import pstats
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Final
 
-from vllm_ssdkv.base.metrics import parse_key
-from vllm_ssdkv.profiling.page_engine import SHUTDOWN_S, PageEngine
 from vllm_ssdkv.profiling.python_time import PythonTime, engine_borders
 from vllm_ssdkv.profiling.recall import recall
 from vllm_ssdkv.profiling.recall.recall import DTYPE
+from vllm_ssdkv.profiling.rig.child_process import Tell, serve
+from vllm_ssdkv.profiling.rig.engine import ONE_PROCESS, Engine, Request, worker_metrics
+from vllm_ssdkv.profiling.rig.page_engine import PageEngine
 
 if TYPE_CHECKING:
     from vllm_ssdkv.connector.worker.worker import SSDKVWorker
@@ -138,16 +136,14 @@ class RecallRun:
         return self.engine().options()
 
 
-def run(plan: RecallRun, events: TextIO) -> None:
+def run(plan: RecallRun, tell: Tell) -> None:
     """Start the engine, ask, report, stop the engine."""
-    from vllm import LLM
-
     from vllm_ssdkv.attention.sparse_deviation import SparseDeviation
     from vllm_ssdkv.connector import active_worker
     from vllm_ssdkv.profiling.recall.device_time import DeviceTime
     from vllm_ssdkv.store.io.testing.throttled import ThrottledEngine
 
-    llm: Any = LLM(**plan.engine_settings())
+    engine = Engine(**plan.engine_settings())
     worker, deviation, device_time = active_worker.worker(), None, None
     if plan.compare_every and worker is not None:
         worker.deviation = deviation = SparseDeviation(plan.compare_every)
@@ -157,21 +153,21 @@ def run(plan: RecallRun, events: TextIO) -> None:
     found = []
     for number, batch in enumerate(plan.batches):
         if batch.stored:
-            _store(llm.llm_engine, batch, number, None if plan.slow_prompts else worker)
+            _store(engine, batch, number, None if plan.slow_prompts else worker)
         profiler = cProfile.Profile() if plan.profile else None
-        figures = {**_ask(llm, batch, number, profiler, device_time), **_profile(profiler)}
+        figures = {**_ask(engine, batch, number, profiler, device_time), **_profile(profiler)}
         if deviation is not None:
             figures["deviation"] = [
                 {"layer": layer, **of_layer} for layer, of_layer in deviation.take().items()
             ]
         found.append(figures)
-        _tell(events, event="batch", number=number)
-    llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_S)
-    _tell(events, event="result", batches=found)
+        tell("batch", number=number)
+    engine.close()
+    tell("result", batches=found)
 
 
 def _ask(
-    llm: Any,  # noqa: ANN401 - vLLM's LLM
+    engine: Engine,
     batch: Batch,
     number: int,
     profiler: cProfile.Profile | None,
@@ -179,7 +175,7 @@ def _ask(
 ) -> dict[str, object]:
     """Figures of a batch. *Decoding* is what comes after every request has its first token, or if
     the prompts are stored, its second: a first step brings in what later ones find in DRAM."""
-    engine, questions, idle = llm.llm_engine, batch.questions(), worker_metrics(device_time)
+    questions, idle = batch.questions(), _counted(device_time)
     first = 2 if batch.stored else 1
     tokens: dict[int, tuple[int, ...]] = {}
     begun: tuple[float, int, dict[str, float]] | None = None
@@ -189,7 +185,7 @@ def _ask(
     for tokens in _answers(engine, str(number), asked):
         end, steps = time.monotonic(), steps + 1
         if begun is None and sum(len(t) >= first for t in tokens.values()) == len(questions):
-            known = worker_metrics(device_time)  # takes as long as a step of a small model
+            known = _counted(device_time)  # takes as long as a step of a small model
             begun, steps = (time.monotonic(), sum(map(len, tokens.values())), known), 0
             if profiler is not None:
                 python.start()
@@ -201,7 +197,7 @@ def _ask(
     if begun is None:
         raise RuntimeError("the engine lost a request")
     start, before, known = begun
-    last = worker_metrics(device_time)
+    last = _counted(device_time)
     right: dict[str, int] = {}
     for i, question in enumerate(questions):
         good = tokens[i][: len(question.answer)] == question.answer
@@ -220,12 +216,7 @@ def _ask(
     }
 
 
-def _store(
-    engine: Any,  # noqa: ANN401 - vLLM's
-    batch: Batch,
-    number: int,
-    fast: SSDKVWorker | None,
-) -> None:
+def _store(engine: Engine, batch: Batch, number: int, fast: SSDKVWorker | None) -> None:
     """Ask the prompts once, for one token each. ``fast``: its drives are not slowed meanwhile."""
     from vllm_ssdkv.store.io.testing.throttled import ThrottledEngine
 
@@ -256,66 +247,31 @@ def _profile(profiler: cProfile.Profile | None) -> dict[str, object]:
 
 
 def _answers(
-    engine: Any,  # noqa: ANN401 - vLLM's
-    name: str,
-    asked: Sequence[tuple[recall.Question, int]],
+    engine: Engine, name: str, asked: Sequence[tuple[recall.Question, int]]
 ) -> Iterator[dict[int, tuple[int, ...]]]:
     """After each step of the engine, the tokens so far, by question."""
-    from vllm import SamplingParams
-
-    for i, (question, count) in enumerate(asked):
-        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        engine.add_request(f"{name}.{i}", {"prompt_token_ids": list(question.prompt)}, sampling)
-    tokens: dict[int, tuple[int, ...]] = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            number = int(output.request_id.rpartition(".")[2])
-            tokens[number] = tuple(output.outputs[0].token_ids)
-        yield tokens
+    requests = [
+        Request(f"{name}.{i}", question.prompt, count) for i, (question, count) in enumerate(asked)
+    ]
+    for tokens in engine.answers(requests):
+        yield {int(name.rpartition(".")[2]): of_one for name, of_one in tokens.items()}
 
 
-def worker_metrics(device_time: DeviceTime | None = None) -> dict[str, float]:
-    """The worker's counters by name and labels, devices added up, as of now.
-
-    What it tells vLLM, and what the I/O engine tells it, comes now and then only.
-    """
-    from vllm_ssdkv.connector import active_worker
-
-    found: dict[str, float] = {}
-    worker = active_worker.worker()
-    if worker is None:
-        raise RuntimeError("the engine is not in page mode")
+def _counted(device_time: DeviceTime | None) -> dict[str, float]:
+    """The worker's counters, and what a throttled engine knows."""
+    found = worker_metrics()
     if device_time is not None:
         found["device_seconds.busiest"] = device_time.busiest_s
         found["device_seconds.even"] = device_time.even_s
         found["layers"] = device_time.layers
-    statistics = worker.store.files.engine.statistics()
-    found["read_requests"] = float(
-        sum(value for name, value in statistics.items() if name.startswith("read_requests"))
-    )
-    for key, value in worker.counters.totals().items():
-        metric, values = parse_key(key)
-        if metric.kind == "counter":
-            labels = dict(zip(metric.label_names, values, strict=True))
-            label = labels.get("tier") or labels.get("part")
-            name = f"{metric.name}.{label}" if label else metric.name
-            found[name] = found.get(name, 0.0) + value
     return found
 
 
-def _tell(events: TextIO, **fields: object) -> None:
-    events.write(json.dumps(fields) + "\n")
-    events.flush()
-
-
-def main() -> None:
-    """Entry point of the process."""
-    plan, descriptor = sys.argv[1:]
-    os.set_inheritable(int(descriptor), False)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a step ends when step() returns
-    with os.fdopen(int(descriptor), "w", encoding="utf-8") as events:
-        run(RecallRun.from_json(plan), events)
+def main(plan: str, tell: Tell) -> None:
+    """Run a plan that is JSON."""
+    os.environ.update(ONE_PROCESS)
+    run(RecallRun.from_json(plan), tell)
 
 
 if __name__ == "__main__":
-    main()
+    serve(main)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from vllm_ssdkv.base.errors import BenchError
-from vllm_ssdkv.profiling.bench_ttft import BLOCK
-from vllm_ssdkv.profiling.page_engine import STAGING
 from vllm_ssdkv.profiling.recall.bench import Row
 from vllm_ssdkv.profiling.recall.recall import MODEL_DIR
 from vllm_ssdkv.profiling.recall.run import BLOCK_TOKENS
+from vllm_ssdkv.profiling.rig.engine import BLOCK
+from vllm_ssdkv.profiling.rig.page_engine import STAGING
 from vllm_ssdkv.profiling.simulation.hardware import Drive, Gpu
 from vllm_ssdkv.profiling.simulation.model_shape import ModelShape
 from vllm_ssdkv.profiling.sizing.costs import EngineCosts, Misses

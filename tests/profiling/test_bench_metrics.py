@@ -60,10 +60,3 @@ def test_an_empty_watch_counts_calls_and_leaves_them_out() -> None:
     assert counters.totals() == {}
     assert blank["Counters.add"].calls == 2
     assert "Counters.take_gained" not in blank
-
-
-def test_the_range_of_a_median_covers_it() -> None:
-    values = [float(n) for n in range(100)]
-    low, high = bench_metrics.median_range(values[::-1])
-    assert (low, high) == (40.0, 59.0)
-    assert bench_metrics.median_range([3.0]) == (3.0, 3.0)

@@ -13,10 +13,10 @@ from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.profiling.recall import bench
 from vllm_ssdkv.profiling.recall.bench import SPARSE
-from vllm_ssdkv.profiling.recall.child_process import PhaseError
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
 from vllm_ssdkv.profiling.recall.recall import TASKS
 from vllm_ssdkv.profiling.recall.run import Batch, RecallRun
+from vllm_ssdkv.profiling.rig.child_process import PhaseError
 
 Runs = list[RecallRun]
 
@@ -26,8 +26,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     """What was run; every answer is right but those of the window."""
     seen: Runs = []
 
-    def run(command: list[str], *_: Any) -> dict[str, Any]:  # noqa: ANN401 - arguments of run_process
-        plan = RecallRun.from_json(command[-1])
+    def run(module: str, given: list[str], *_: Any) -> dict[str, Any]:  # noqa: ANN401 - of run_module
+        plan = RecallRun.from_json(given[0])
         seen.append(plan)
         assert all(Path(store).is_dir() for store in plan.stores)
         metrics = {
@@ -56,7 +56,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
             ]
         }
 
-    monkeypatch.setattr(bench, "run_process", run)
+    monkeypatch.setattr(bench, "run_module", run)
     return seen
 
 
@@ -156,11 +156,11 @@ def test_nonsense_is_refused(runs: Runs, arguments: list[str], text: str) -> Non
 
 
 def test_an_engine_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def fail(command: list[str], variables: object, log: Path, *_: object) -> dict[str, Any]:
+    def fail(module: str, given: object, log: Path, *_: object) -> dict[str, Any]:
         log.write_text("the last words\n")
         raise PhaseError("failed with exit code 3")
 
-    monkeypatch.setattr(bench, "run_process", fail)
+    monkeypatch.setattr(bench, "run_module", fail)
     result = CliRunner().invoke(app, ["bench", "accuracy", "--dir", str(tmp_path)])
     assert result.exit_code == 1
     assert "failed with exit code 3" in result.output

@@ -31,8 +31,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     """What was run: 10 steps of 0.2 s, of which a quarter is waiting; sparse in half the time."""
     seen: Runs = []
 
-    def run(command: list[str], *_: Any) -> dict[str, Any]:  # noqa: ANN401 - arguments of run_process
-        plan = RecallRun.from_json(command[-1])
+    def run(module: str, given: list[str], *_: Any) -> dict[str, Any]:  # noqa: ANN401 - of run_module
+        plan = RecallRun.from_json(given[0])
         seen.append(plan)
         (batch,) = plan.batches
         exact = plan.selector == "exact"
@@ -56,7 +56,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
         }
         return {"batches": [found]}
 
-    monkeypatch.setattr(bench, "run_process", run)
+    monkeypatch.setattr(bench, "run_module", run)
     return seen
 
 

@@ -65,16 +65,16 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
                 passes.append({**figures, "rows_exact": lost, "decoding": counted})
         return {"passes": passes}
 
-    def run(command: list[str], *_: Any) -> dict[str, Any]:  # noqa: ANN401 - of run_process
+    def run(module: str, given: list[str], *_: Any) -> dict[str, Any]:  # noqa: ANN401 - of run_module
         plan: AccuracyRun | RecallRun
-        if command[-2] == "vllm_ssdkv.profiling.recall.run":
-            plan = RecallRun.from_json(command[-1])
+        if module == "vllm_ssdkv.profiling.recall.run":
+            plan = RecallRun.from_json(given[0])
         else:
-            plan = AccuracyRun.from_json(command[-1])
+            plan = AccuracyRun.from_json(given[0])
         seen.append(plan)
         return of_recall(plan) if isinstance(plan, RecallRun) else of_text(plan)
 
-    monkeypatch.setattr(bench, "run_process", run)
+    monkeypatch.setattr(bench, "run_module", run)
     return seen
 
 

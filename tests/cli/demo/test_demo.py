@@ -24,9 +24,9 @@ from vllm_ssdkv.cli.demo import demo, directories
 from vllm_ssdkv.cli.demo.plan import PHASES, TIMES_CAPACITY, DemoPlan, Phase
 from vllm_ssdkv.cli.demo.report import Report
 from vllm_ssdkv.cli.main import app
-from vllm_ssdkv.profiling.recall import child_process
-from vllm_ssdkv.profiling.recall.child_process import Event, PhaseError, run_process
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
+from vllm_ssdkv.profiling.rig import child_process
+from vllm_ssdkv.profiling.rig.child_process import Event, PhaseError, run_process
 
 Devices = Callable[[int], list[Path]]
 

@@ -14,8 +14,8 @@ from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.profiling.clusters import recording
 from vllm_ssdkv.profiling.clusters.plan import RecordPlan
 from vllm_ssdkv.profiling.clusters.trace import Manifest
-from vllm_ssdkv.profiling.recall.child_process import PhaseError
 from vllm_ssdkv.profiling.recall.recall import MODEL_DIR
+from vllm_ssdkv.profiling.rig.child_process import PhaseError
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[RecordPlan]:
     """Plans of the engines that would have run; each makes its first document only."""
     seen: list[RecordPlan] = []
 
-    def run(command: list[str], *_: Any) -> dict[str, Any]:  # noqa: ANN401 - arguments of run_process
-        plan = RecordPlan.from_json(command[-1])
+    def run(module: str, given: list[str], *_: Any) -> dict[str, Any]:  # noqa: ANN401 - of run_module
+        plan = RecordPlan.from_json(given[0])
         seen.append(plan)
         directory = Path(plan.directory)
         manifest = Manifest.read(directory) or Manifest(plan.settings())
@@ -35,7 +35,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[RecordPlan]:
             raise PhaseError("failed with signal 2")
         return {"event": "result"}
 
-    monkeypatch.setattr(recording, "run_process", run)
+    monkeypatch.setattr(recording, "run_module", run)
     monkeypatch.setattr(recording, "tail", lambda log: "the log's end")
     return seen
 

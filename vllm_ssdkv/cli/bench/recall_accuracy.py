@@ -13,7 +13,6 @@ from rich.table import Table
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.bench.accuracy_plot import as_fraction
-from vllm_ssdkv.profiling.page_engine import STAGING
 from vllm_ssdkv.profiling.recall import recall
 from vllm_ssdkv.profiling.recall.bench import (
     RecallStores,
@@ -23,6 +22,7 @@ from vllm_ssdkv.profiling.recall.bench import (
 )
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
 from vllm_ssdkv.profiling.recall.run import Batch
+from vllm_ssdkv.profiling.rig.page_engine import STAGING
 
 _COMPARE_EVERY: Final = 4
 """Steps. Reading whole contexts would else be most of the time."""

@@ -22,9 +22,9 @@ from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.bench.accuracy_plot import as_percent
 from vllm_ssdkv.profiling.accuracy.run import SEATS, AccuracyRun
 from vllm_ssdkv.profiling.accuracy.suites import SuiteName
-from vllm_ssdkv.profiling.page_engine import STAGING
 from vllm_ssdkv.profiling.recall.bench import RecallStores, Row
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
+from vllm_ssdkv.profiling.rig.page_engine import STAGING
 
 WINDOW: Final = 256
 """Tokens, as engines that choose have by default."""

@@ -27,7 +27,7 @@ from vllm_ssdkv.cli.demo.plan import (
 )
 from vllm_ssdkv.cli.demo.report import Report
 from vllm_ssdkv.profiling.recall import recall
-from vllm_ssdkv.profiling.recall.child_process import Event, PhaseError, tail
+from vllm_ssdkv.profiling.rig.child_process import Event, PhaseError, tail
 from vllm_ssdkv.store.format.manifest import Manifest
 
 _TITLES: Final[dict[Phase, str]] = {

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from vllm_ssdkv.cli.demo.plan import DemoPlan, Phase
-from vllm_ssdkv.profiling.recall.child_process import Event, environment, run_process
+from vllm_ssdkv.profiling.rig.child_process import Event, environment, run_module
 
 
 def run_phase(
@@ -18,5 +17,5 @@ def run_phase(
     Raises:
         PhaseError: it failed or took longer than ``timeout_s``.
     """
-    command = [sys.executable, "-P", "-m", "vllm_ssdkv.cli.demo.phase", plan.to_json(), phase]
-    return run_process(command, environment(stock=phase == "stock"), log, timeout_s, watch)
+    given, variables = [plan.to_json(), phase], environment(stock=phase == "stock")
+    return run_module("vllm_ssdkv.cli.demo.phase", given, log, timeout_s, watch, variables)

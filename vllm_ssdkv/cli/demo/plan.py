@@ -11,10 +11,10 @@ from math import ceil
 from typing import Final, Literal
 
 from vllm_ssdkv.base.sizes import MIB
-from vllm_ssdkv.connector.names import CONNECTOR
 from vllm_ssdkv.profiling.recall import recall
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
 from vllm_ssdkv.profiling.recall.recall import DTYPE
+from vllm_ssdkv.profiling.rig.engine import transfer_config
 
 Phase = Literal["page", "restart", "stock"]
 PHASES: Final[tuple[Phase, ...]] = ("page", "restart", "stock")
@@ -107,11 +107,7 @@ class DemoPlan:
             "disable_log_stats": False,
         }
         if paged:
-            settings["kv_transfer_config"] = {
-                "kv_connector": CONNECTOR,
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": self.options(),
-            }
+            settings |= transfer_config(self.options())
         return settings
 
     def options(self) -> dict[str, object]:

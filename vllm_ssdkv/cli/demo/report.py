@@ -17,8 +17,8 @@ from rich.table import Table
 from vllm_ssdkv.base.sizes import approximate_size
 from vllm_ssdkv.cli.demo.plan import BLOCK_TOKENS, TIMES_CAPACITY, WINDOW_TOKENS, DemoPlan, Phase
 from vllm_ssdkv.profiling.recall import recall
-from vllm_ssdkv.profiling.recall.child_process import Event
 from vllm_ssdkv.profiling.recall.recall import DTYPE
+from vllm_ssdkv.profiling.rig.child_process import Event
 
 _OURS: Final[tuple[Phase, ...]] = ("page", "restart")
 _RUN: Final[dict[Phase, str]] = {

@@ -20,8 +20,8 @@ from vllm_ssdkv.profiling.clusters.plan import Document, ModelShape, RecordPlan
 from vllm_ssdkv.profiling.clusters.recording import record_missing, require_sizes
 from vllm_ssdkv.profiling.clusters.summary import heat, summary_table
 from vllm_ssdkv.profiling.clusters.trace import read_traces
-from vllm_ssdkv.profiling.recall.child_process import Event
 from vllm_ssdkv.profiling.recall.recall import MODEL_DIR
+from vllm_ssdkv.profiling.rig.child_process import Event
 
 _TASKS: Final = ("multikey", "chain", "copy")
 

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Final
 
 from vllm_ssdkv.base.sizes import MIB
-from vllm_ssdkv.connector.names import CONNECTOR
 from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
+from vllm_ssdkv.profiling.rig.engine import transfer_config
 
 CHUNK: Final = 512
 """Tokens of a step, and so of a chunk of prefill."""
 STAGING: Final = 4 * MIB
-SHUTDOWN_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +57,7 @@ class PageEngine:
             "distributed_executor_backend": "uni",
             "enforce_eager": True,
             "disable_log_stats": False,
-            "kv_transfer_config": {
-                "kv_connector": CONNECTOR,
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": self.options(),
-            },
+            **transfer_config(self.options()),
         }
 
     def options(self) -> dict[str, object]:

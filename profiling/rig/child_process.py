@@ -1,4 +1,8 @@
-"""A child process that tells events as JSON lines, and is ended in time."""
+"""A child process that sends events as JSON lines, and is ended in time.
+
+vLLM's engine is built once in a process, so each engine of a benchmark has its own. The parent
+calls :func:`run_module` or :func:`run_measurement`, the module of the child :func:`serve`.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +12,32 @@ import os
 import select
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol, TypeAlias
 
-from vllm_ssdkv.base.errors import SSDKVError
+from vllm_ssdkv.base.errors import BenchError, SSDKVError
 
 TAIL_LINES: Final = 40
-
-
+PATIENCE_S: Final = 900.0
+"""Seconds of a measurement, at most."""
 _KILL_AFTER_S: Final = 15.0
 
+Event: TypeAlias = dict[str, Any]
+"""Fields of a line, with the name of the event as ``event``."""
+Job: TypeAlias = dict[str, Any]
+Rows: TypeAlias = list[dict[str, Any]]
 
-Event = dict[str, Any]
-"""A line of :mod:`vllm_ssdkv.cli.demo.phase`."""
+
+class Tell(Protocol):
+    """Sends an event to the parent."""
+
+    def __call__(self, event: str, **fields: object) -> None:
+        """Send ``fields``, which JSON knows."""
 
 
 class PhaseError(SSDKVError):
@@ -135,6 +149,75 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def run_module(
+    module: str,
+    arguments: Sequence[str],
+    log: Path,
+    timeout_s: float,
+    watch: Callable[[Event], None] = lambda _: None,
+    variables: Mapping[str, str] | None = None,
+) -> Event:
+    """Run a module that calls :func:`serve`, and return its ``result``.
+
+    Args:
+        module: Its full name.
+        arguments: Of the module's function.
+        log: Gets what the process prints.
+        timeout_s: See :func:`run_process`.
+        watch: Sees every event.
+        variables: Environment; :func:`environment` if missing.
+
+    Raises:
+        PhaseError: see :func:`run_process`.
+    """
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    given = environment(stock=False) if variables is None else variables
+    return run_process(command, given, log, timeout_s, watch)
+
+
+def serve(run: Callable[..., None]) -> None:
+    """Be the process of :func:`run_module`: call ``run`` with its arguments and a :class:`Tell`."""
+    *arguments, descriptor = sys.argv[1:]
+    os.set_inheritable(int(descriptor), False)
+    with os.fdopen(int(descriptor), "w", encoding="utf-8") as events:
+
+        def tell(event: str, **fields: object) -> None:
+            events.write(json.dumps({"event": event, **fields}) + "\n")
+            events.flush()
+
+        run(*arguments, tell)
+
+
+def run_measurement(
+    measure: Callable[[Job], Rows], job: Job, more: Mapping[str, str] | None = None
+) -> Rows:
+    """Rows of a function of a module, which a process of its own calls. Blocks.
+
+    ``more``: environment of the process, beside this one's.
+
+    Raises:
+        BenchError: it failed, with the end of what it printed; or took longer than
+            :data:`PATIENCE_S`.
+    """
+    # The module that was started has another __module__.
+    module, name = measure.__globals__["__spec__"].name, measure.__name__
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch, "log")
+        try:
+            result = run_module(
+                "vllm_ssdkv.profiling.rig.measurement",
+                [module, name, json.dumps(job)],
+                log,
+                PATIENCE_S,
+                variables={**environment(stock=False), **(more or {})},
+            )
+        except PhaseError as error:
+            what = f"{module.rpartition('.')[2]}: {name}"
+            raise BenchError(f"{what} {error}\n{tail(log)}") from error
+        rows: Rows = result["rows"]
+        return rows
 
 
 def environment(*, stock: bool) -> dict[str, str]:
