@@ -9,22 +9,6 @@ from typing import Any
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.sizes import format_size
 
-SUFFIXES = (".png", ".svg", ".pdf")
-
-
-def require_plot(path: Path) -> None:
-    """Check, before anything is measured, that a plot can be drawn.
-
-    Raises:
-        BenchError: the file type is unknown, or matplotlib is not installed.
-    """
-    if path.suffix not in SUFFIXES:
-        raise BenchError(f"{path} does not end in {', '.join(SUFFIXES)}")
-    try:
-        import matplotlib as _  # noqa: F401
-    except ImportError:
-        raise BenchError("a plot needs matplotlib: pip install matplotlib") from None
-
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Write the picture; rows as in the JSON document. Reads no display.

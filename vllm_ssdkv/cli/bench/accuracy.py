@@ -138,7 +138,7 @@ def accuracy(
     `json`: fields of a table in a document. A number or field is right when all of its tokens are
     the model's first choice.
     """
-    from vllm_ssdkv.profiling.bench_io.plot import require_plot
+    from vllm_ssdkv.profiling.rig.plot import require_plot
 
     suites = arguments.names("--suite", suite, (_RECALL, *SUITES))
     chosen = arguments.names("--selectors", selectors, SPARSE)

@@ -6,8 +6,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.profiling.recall.recall import TASKS
+from vllm_ssdkv.profiling.rig.plot import picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,33 +16,24 @@ Row = dict[str, Any]
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Write the picture; rows as in the JSON document. Reads no display.
-
-    Raises:
-        BenchError: the file cannot be written.
-    """
-    from matplotlib.figure import Figure
-
+    """Write the picture; rows as in the JSON document. Reads no display."""
     lengths = sorted({row["context"] for row in rows})
-    figure = Figure(figsize=(3.2 * len(TASKS) + 3.2, 2.6 * len(lengths)), layout="constrained")
-    axes = figure.subplots(len(lengths), len(TASKS) + 1, squeeze=False)
-    for line, length in enumerate(lengths):
-        here = [row for row in rows if row["context"] == length]
-        for column, task in enumerate(TASKS):
-            asked = here[0]["asked"]
-            _curves(axes[line, column], here, [100 * row["right"][task] / asked for row in here])
-            axes[line, column].set_title(f"{task}, {length} tokens, {asked} questions", fontsize=9)
-            axes[line, column].set_ylim(-4, 104)
-            axes[line, column].set_ylabel("% right")
-        _curves(axes[line, -1], here, [_error(row) for row in here])
-        axes[line, -1].set_title(f"error of attention, {length} tokens", fontsize=9)
-        axes[line, -1].set_ylabel("relative L2")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-    try:
-        figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise BenchError(f"cannot write {path}: {error.strerror}") from error
+    with picture(path, 3.2 * len(TASKS) + 3.2, 2.6 * len(lengths), dpi=110) as figure:
+        axes = figure.subplots(len(lengths), len(TASKS) + 1, squeeze=False)
+        for line, length in enumerate(lengths):
+            here = [row for row in rows if row["context"] == length]
+            for column, task in enumerate(TASKS):
+                asked = here[0]["asked"]
+                panel = axes[line, column]
+                _curves(panel, here, [100 * row["right"][task] / asked for row in here])
+                panel.set_title(f"{task}, {length} tokens, {asked} questions", fontsize=9)
+                panel.set_ylim(-4, 104)
+                panel.set_ylabel("% right")
+            _curves(axes[line, -1], here, [_error(row) for row in here])
+            axes[line, -1].set_title(f"error of attention, {length} tokens", fontsize=9)
+            axes[line, -1].set_ylabel("relative L2")
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
 
 
 def _curves(axes: Axes, rows: list[Row], values: list[float]) -> None:

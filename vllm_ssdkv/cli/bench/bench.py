@@ -149,8 +149,9 @@ def io(
     """
     from vllm_ssdkv.profiling.bench_io.bench import Settings, failures, run_bench
     from vllm_ssdkv.profiling.bench_io.model import GEN4
-    from vllm_ssdkv.profiling.bench_io.plot import plot, require_plot
+    from vllm_ssdkv.profiling.bench_io.plot import plot
     from vllm_ssdkv.profiling.bench_io.rivals import contender_names
+    from vllm_ssdkv.profiling.rig.plot import require_plot
 
     directories = _directories(directory)
     default_sizes = (8 * KIB, MIB) if quick else SIZES

@@ -59,8 +59,8 @@ def clusters(
 
     Nothing is read from drives and no engine runs: minutes of one core.
     """
-    from vllm_ssdkv.profiling.bench_io.plot import require_plot
     from vllm_ssdkv.profiling.clusters.lab import Settings, measure
+    from vllm_ssdkv.profiling.rig.plot import require_plot
 
     settings = Settings(
         budgets=arguments.numbers("--budgets", budgets, 0.005, 0.5),

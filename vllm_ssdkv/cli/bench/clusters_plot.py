@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from vllm_ssdkv.base.errors import BenchError
+from vllm_ssdkv.profiling.rig.plot import bars, picture
 from vllm_ssdkv.profiling.table import Table
 
 if TYPE_CHECKING:
@@ -20,29 +18,19 @@ _LINE = 0.17
 
 
 def plot(tables: Sequence[Table], path: Path) -> None:
-    """Write the picture; tables whose figures are words are left out. Reads no display.
-
-    Raises:
-        BenchError: the file cannot be written.
-    """
-    from matplotlib.figure import Figure
-
+    """Write the picture; tables whose figures are words are left out. Reads no display."""
     shown = [table for table in tables if _figures(table)]
     lines = -(-len(shown) // _COLUMNS)
     heights = [
         max(2.5, _LINE * max(len(table.rows) for table in shown[i : i + _COLUMNS]) + 1.2)
         for i in range(0, len(shown), _COLUMNS)
     ]
-    figure = Figure(figsize=(9 * _COLUMNS, sum(heights)), layout="constrained")
-    axes = figure.subplots(lines, _COLUMNS, squeeze=False, height_ratios=heights).ravel()
-    for table, panel in zip(shown, axes, strict=False):
-        _bars(panel, table)
-    for panel in axes[len(shown) :]:
-        panel.set_visible(False)
-    try:
-        figure.savefig(path, dpi=90)
-    except OSError as error:
-        raise BenchError(f"cannot write {path}: {error.strerror}") from error
+    with picture(path, 9 * _COLUMNS, sum(heights), dpi=90) as figure:
+        axes = figure.subplots(lines, _COLUMNS, squeeze=False, height_ratios=heights).ravel()
+        for table, panel in zip(shown, axes, strict=False):
+            _panel(panel, table)
+        for panel in axes[len(shown) :]:
+            panel.set_visible(False)
 
 
 def _figures(table: Table) -> list[int]:
@@ -54,18 +42,13 @@ def _figures(table: Table) -> list[int]:
     ]
 
 
-def _bars(axes: Axes, table: Table) -> None:
-    """A bar for each row and column of figures."""
-    columns = _figures(table)
-    height = 0.8 / len(columns)
-    place = np.arange(len(table.rows))
-    for number, column in enumerate(columns):
-        values = [row[column] if isinstance(row[column], float) else 0.0 for row in table.rows]
-        axes.barh(place + height * number, values, height, label=table.columns[column])  # type: ignore[arg-type] # floats, see above
-    words = [c for c in range(len(table.columns)) if c not in columns]
-    labels = [", ".join(table.text(row[c]) for c in words) for row in table.rows]
-    axes.set_yticks(place + 0.4, labels, fontsize=7)
-    axes.invert_yaxis()
+def _panel(axes: Axes, table: Table) -> None:
+    """Draw a bar for each row and column of figures."""
+    shown = _figures(table)
+    columns = {
+        table.columns[c]: [v if isinstance(v := row[c], float) else 0.0 for row in table.rows]
+        for c in shown
+    }
+    words = [c for c in range(len(table.columns)) if c not in shown]
+    bars(axes, [", ".join(table.text(row[c]) for c in words) for row in table.rows], columns, 7)
     axes.set_title(table.title, fontsize=10)
-    axes.grid(axis="x", alpha=0.3)
-    axes.legend(fontsize=7)

@@ -128,7 +128,7 @@ def decode(
     choose, to look them up and check them, and to wait for the latency of a device, one after the
     other. `const` is the sum of these, for one layer, and `less` the overlap of a step without it.
     """
-    from vllm_ssdkv.profiling.bench_io.plot import require_plot
+    from vllm_ssdkv.profiling.rig.plot import require_plot
 
     lengths = arguments.whole_numbers(
         "--contexts",

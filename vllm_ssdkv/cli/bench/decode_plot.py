@@ -6,10 +6,8 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
-from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.kernels.step_clock import PARTS
+from vllm_ssdkv.profiling.rig.plot import curves, picture, powers_of_two, stacked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,44 +25,35 @@ Row = dict[str, Any]
 
 
 def plot(document: Row, path: Path) -> None:
-    """Write the picture; the document as in the JSON file. Reads no display.
-
-    Raises:
-        BenchError: the file cannot be written.
-    """
-    from matplotlib.figure import Figure
-
+    """Write the picture; the document as in the JSON file. Reads no display."""
     rows: list[Row] = document["rows"]
     batches = sorted({row["requests"] for row in rows})
-    figure = Figure(figsize=(5.2 * len(batches), 7.5), layout="constrained")
-    axes = figure.subplots(2, len(batches), squeeze=False)
-    for column, batch in enumerate(batches):
-        mine = [row for row in rows if row["requests"] == batch]
-        _speed(axes[0, column], mine)
-        axes[0, column].set_title(f"{batch} request{'s' if batch > 1 else ''} at a time")
-        _split(axes[1, column], mine)
-    rule, devices = document["model"], document["devices"]
-    title = (
-        f"{devices} emulated devices of {rule['bandwidth'] / 2**20:g} MiB/s, {rule['iops']:g} "
-        f"requests/s and {1000 * rule['latency']:g} ms each; budget {document['budget']:g}"
-    )
-    figure.suptitle(textwrap.fill(title, _TITLE_COLUMNS * len(batches)))
-    try:
-        figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise BenchError(f"cannot write {path}: {error.strerror}") from error
+    with picture(path, 5.2 * len(batches), 7.5, dpi=110) as figure:
+        axes = figure.subplots(2, len(batches), squeeze=False)
+        for column, batch in enumerate(batches):
+            mine = [row for row in rows if row["requests"] == batch]
+            _speed(axes[0, column], mine)
+            axes[0, column].set_title(f"{batch} request{'s' if batch > 1 else ''} at a time")
+            _split(axes[1, column], mine)
+        rule, devices = document["model"], document["devices"]
+        title = (
+            f"{devices} emulated devices of {rule['bandwidth'] / 2**20:g} MiB/s, {rule['iops']:g} "
+            f"requests/s and {1000 * rule['latency']:g} ms each; budget {document['budget']:g}"
+        )
+        figure.suptitle(textwrap.fill(title, _TITLE_COLUMNS * len(batches)))
 
 
 def _speed(axes: Axes, rows: list[Row]) -> None:
     from matplotlib.ticker import LogLocator
 
     lengths = sorted({row["context"] for row in rows})
-    for name in dict.fromkeys(row["selector"] for row in rows):
-        mine = {row["context"]: row["tokens_per_s"] for row in rows if row["selector"] == name}
-        axes.plot(list(mine), list(mine.values()), marker="o", label=name)
-    axes.set_xscale("log", base=2)
+    lines = {
+        name: [(row["context"], row["tokens_per_s"]) for row in rows if row["selector"] == name]
+        for name in dict.fromkeys(row["selector"] for row in rows)
+    }
+    curves(axes, lines)
+    powers_of_two(axes, lengths)
     axes.set_yscale("log")
-    axes.set_xticks(lengths, [str(length) for length in lengths])
     axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
@@ -76,11 +65,8 @@ def _speed(axes: Axes, rows: list[Row]) -> None:
 
 def _split(axes: Axes, rows: list[Row]) -> None:
     names = [f"{row['selector']}\n{row['context']}" for row in rows]
-    base = np.zeros(len(rows))
-    for part, color in zip(_SPLIT, _COLORS, strict=True):
-        height = np.array([1000 * row["parts_s"][part] for row in rows])
-        axes.bar(names, height, bottom=base, color=color, label=part)
-        base += height
+    parts = {part: [1000 * row["parts_s"][part] for row in rows] for part in _SPLIT}
+    stacked(axes, names, parts, _COLORS)
     io = [1000 * row["io_s"] for row in rows]
     axes.plot(names, io, "_", color="black", markersize=24, label="I/O of the busiest device")
     axes.set_ylabel("ms per step")

@@ -104,9 +104,9 @@ def offload(
     keep up with eight: ratios hold, tokens/s do not. Bytes come from the metrics. The last table
     has published figures beside what constants of the hardware predict, and what was measured.
     """
-    from vllm_ssdkv.profiling.bench_io.plot import require_plot
     from vllm_ssdkv.profiling.offload.bench import WAYS, Settings, run
     from vllm_ssdkv.profiling.offload.tables import tables
+    from vllm_ssdkv.profiling.rig.plot import require_plot
 
     asked = {
         "contexts": contexts,

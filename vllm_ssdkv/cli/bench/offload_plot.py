@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm_ssdkv.base.errors import BenchError
+from vllm_ssdkv.profiling.rig.plot import picture, stacked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,33 +18,23 @@ _IN_DRAM: Final = {"none": "--", "host": ":", "shared": "-."}
 
 
 def plot(document: Row, path: Path) -> None:
-    """Write the picture; the document as in the JSON file. Reads no display.
-
-    Raises:
-        BenchError: the file cannot be written.
-    """
-    from matplotlib.figure import Figure
-
+    """Write the picture; the document as in the JSON file. Reads no display."""
     rows: list[Row] = document["rows"]
     plain = [row for row in rows if not row["interval"]]
     largest = {name: max(row[name] for row in rows) for name in ("context", "batch")}
     mine = [row for row in plain if all(row[name] == value for name, value in largest.items())]
-    figure = Figure(figsize=(13, 8.5), layout="constrained")
-    axes = figure.subplots(2, 2)
-    _speed(axes[0, 0], mine)
-    _scaling(axes[0, 1], mine)
-    _write_back(axes[1, 0], [row for row in rows if row["interval"]], document["writes"])
-    near = [row for row in mine if row["place"] in ("dram", "flash")]
-    near = [row for row in near if row["way"] not in ("none", "shared")]
-    _link(axes[1, 1], near)
-    figure.suptitle(
-        f"{largest['batch']} x {largest['context']} tokens, drives slower by "
-        f"{document['dilation']:g}, budget {document['budget']:g}"
-    )
-    try:
-        figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise BenchError(f"cannot write {path}: {error.strerror}") from error
+    with picture(path, 13, 8.5, dpi=110) as figure:
+        axes = figure.subplots(2, 2)
+        _speed(axes[0, 0], mine)
+        _scaling(axes[0, 1], mine)
+        _write_back(axes[1, 0], [row for row in rows if row["interval"]], document["writes"])
+        near = [row for row in mine if row["place"] in ("dram", "flash")]
+        near = [row for row in near if row["way"] not in ("none", "shared")]
+        _link(axes[1, 1], near)
+        figure.suptitle(
+            f"{largest['batch']} x {largest['context']} tokens, drives slower by "
+            f"{document['dilation']:g}, budget {document['budget']:g}"
+        )
 
 
 def _name(row: Row) -> str:
@@ -111,12 +101,8 @@ def _write_back(axes: Axes, charged: Sequence[Row], written: Sequence[Row]) -> N
 def _link(axes: Axes, rows: Sequence[Row]) -> None:
     names = [f"{row['way']} {row['drives'] or ''}\n{row['selector']}" for row in rows]
     payloads = list(rows[0]["link_bytes"]) if rows else []
-    base = [0.0] * len(rows)
     place = list(range(len(rows)))
-    for payload in payloads:
-        height = [row["link_bytes"][payload] for row in rows]
-        axes.bar(place, height, bottom=base, label=payload)
-        base = [below + more for below, more in zip(base, height, strict=True)]
+    stacked(axes, place, {name: [row["link_bytes"][name] for row in rows] for name in payloads})
     wanted = [row["link_formula"] for row in rows]
     axes.plot(place, wanted, "_", color="black", markersize=10, label="formula")
     axes.set_xticks(place, names, fontsize=5, rotation=90)

@@ -111,7 +111,7 @@ def estimate(
     The last table has the papers' figures beside ours, each with where it comes from: simulated,
     synthesised, calibrated, published or assumed.
     """
-    from vllm_ssdkv.profiling.bench_io.plot import require_plot
+    from vllm_ssdkv.profiling.rig.plot import require_plot
 
     shape_of(head_size, group, dtype)
     arguments.one_of("--kernel", kernel, get_args(KernelName))

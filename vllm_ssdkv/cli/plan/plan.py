@@ -144,7 +144,7 @@ def plan(
     Figures are simulated, not measured: `docs/sizing.md` has how far they were off. A wish that is
     not possible names the bound that fails and by how much, on the last line.
     """
-    from vllm_ssdkv.profiling.bench_io.plot import require_plot
+    from vllm_ssdkv.profiling.rig.plot import require_plot
 
     chosen = arguments.names("--selectors", selectors, SELECTORS)
     console = Console(stderr=True)

@@ -83,7 +83,7 @@ def profile(
     a step's pages is shown, and the other half guessed. `ssdkv bench clusters DIR` measures methods
     on the same traces.
     """
-    from vllm_ssdkv.profiling.bench_io.plot import require_plot
+    from vllm_ssdkv.profiling.rig.plot import require_plot
 
     console = Console(stderr=True)
     place = model or MODEL_DIR

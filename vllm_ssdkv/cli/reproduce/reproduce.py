@@ -58,7 +58,7 @@ def reproduce(
     Nothing is measured: seconds of one core. `docs/papers.md` has the whole list. With `--traces`
     a last table has what Swarm's rows come to on queries and keys that a model computed.
     """
-    from vllm_ssdkv.profiling.bench_io.plot import require_plot
+    from vllm_ssdkv.profiling.rig.plot import require_plot
     from vllm_ssdkv.profiling.simulation.papers.curves import CURVES
     from vllm_ssdkv.profiling.simulation.papers.reproduce import ROWS, document, summary, tables
 
