@@ -1,1 +1,1 @@
-"""What benchmarks stand on: an engine, a rank's store, a child process, measuring by turns."""
+"""Foundations of benchmarks: an engine, a rank's store, a child process, turns, pictures."""

@@ -20,7 +20,7 @@ T = TypeVar("T")
 def by_turns(
     calls: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: int = 0, rotate: bool = False
 ) -> dict[str, list[T]]:
-    """What each call returned in each round, by its name; whatever else the machine does meets all.
+    """Results of each call in each round, by its name; whatever else the machine does meets all.
 
     Args:
         calls: In the order in which they are made.
