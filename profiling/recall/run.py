@@ -146,10 +146,10 @@ def run(plan: RecallRun, tell: Tell) -> None:
     engine = Engine(**plan.engine_settings())
     worker, deviation, device_time = active_worker.worker(), None, None
     if plan.compare_every and worker is not None:
-        worker.deviation = deviation = SparseDeviation(plan.compare_every)
+        worker.page_mode.deviation = deviation = SparseDeviation(plan.compare_every)
     if worker is not None and isinstance(worker.store.files.engine, ThrottledEngine):
         device_time = DeviceTime(worker.store.files.engine)
-        worker.layer_ended = device_time.layer_ended
+        worker.page_mode.layer_ended = device_time.layer_ended
     found = []
     for number, batch in enumerate(plan.batches):
         if batch.stored:

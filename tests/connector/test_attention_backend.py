@@ -93,7 +93,7 @@ def test_rows_of_a_step_wait_for_no_device(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def serve(*, began: bool) -> None:
-    worker: Any = SimpleNamespace(step=None, began=began, projector=None)
+    worker: Any = SimpleNamespace(paged=SimpleNamespace(step=None, projector=None), began=began)
     active_worker.set_worker(worker)
 
 

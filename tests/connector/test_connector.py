@@ -141,11 +141,11 @@ def test_a_layer_that_projects_stored_x_is_not_at_its_end(
     told: list[str] = []
     worker: Any = connector.worker
     worker.layers = SimpleNamespace(computed=told.append)
-    worker.projector = SimpleNamespace(projecting=True)
+    worker.paged = SimpleNamespace(projector=SimpleNamespace(projecting=True))
     nothing: Any = None
     connector.save_kv_layer("layers.0", nothing, nothing)
     assert not told
-    worker.projector.projecting = False
+    worker.paged.projector.projecting = False
     connector.save_kv_layer("layers.0", nothing, nothing)
     assert told == ["layers.0"]
 

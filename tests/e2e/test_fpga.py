@@ -89,17 +89,17 @@ class Fpga(Recall):
 
     @property
     def choice(self) -> Any:  # noqa: ANN401 - who chooses
-        return self.worker._choices._near.__self__.choice
+        return self.worker.page_mode.choices._near.__self__.choice
 
     @contextmanager
     def device(self, made: Offloader | None, *, chooses: bool = True) -> Iterator[None]:
         """Have another one for a while, or none."""
-        own, self.worker.offloader = self.worker.offloader, made
+        own, self.worker.page_mode.offloader = self.worker.page_mode.offloader, made
         self.choice.in_use = chooses
         try:
             yield
         finally:
-            self.worker.offloader = own
+            self.worker.page_mode.offloader = own
             self.choice.in_use = True
             if made is not None:
                 assert made.close(10.0)

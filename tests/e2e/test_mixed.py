@@ -134,7 +134,7 @@ class Mixed(Bench):
         assert self.scheduler.remembers() == {}
         assert len(self.scheduler.asked) == 0
         worker = self.worker
-        assert len(worker._choices.means) == len(worker._choices.clusters) == 0
+        assert len(worker.page_mode.choices.means) == len(worker.page_mode.choices.clusters) == 0
         assert worker.store._contexts == {}
         # What was read ahead for a step that never came.
         until(lambda: worker.store._fetcher.on_the_way() == 0, "the end of what is read ahead")

@@ -46,11 +46,11 @@ class Near(Mixed):
     @contextmanager
     def device(self, made: Offloader | None) -> Iterator[None]:
         """Have another one for a while, or none."""
-        own, self.worker.offloader = self.worker.offloader, made
+        own, self.worker.page_mode.offloader = self.worker.page_mode.offloader, made
         try:
             yield
         finally:
-            self.worker.offloader = own
+            self.worker.page_mode.offloader = own
             if made is not None:
                 assert made.close(10.0)
 
@@ -192,5 +192,5 @@ def test_a_drive_fails_while_tokens_are_decoded(near: Near, device: int, kind: s
     assert near.count("recomputed_requests") > before
     near.faults()
     near.run(NAMES)
-    assert near.worker.offloader.in_use
+    assert near.worker.page_mode.offloader.in_use
     near.assert_clean()

@@ -228,11 +228,11 @@ def test_attention_is_handed_the_v_that_the_cache_has(
         **named: Any,  # noqa: ANN401
     ) -> torch.Tensor:
         worker = active_worker.worker()
-        if attn_metadata is not None and worker is not None and worker.step is not None:
+        if attn_metadata is not None and worker is not None and worker.page_mode.step is not None:
             tokens = attn_metadata.num_actual_tokens
             blocks, inside = np.divmod(attn_metadata.slot_mapping[:tokens].numpy(), BLOCK)
             cache = kv_cache.view(kv_cache.shape[0], -1)
-            cached = values_at(cache, worker.block_layout, blocks, inside)
+            cached = values_at(cache, worker.page_mode.block_layout, blocks, inside)
             same.append(torch.equal(cached, value[:tokens].view(cached.shape)))
         return forward(self, layer, query, key, value, kv_cache, attn_metadata, *others, **named)
 

@@ -52,8 +52,8 @@ class Case:
         self.engine.settle()
         self.engine.assert_nothing_held()
         assert self.engine.scheduler.connector.scheduler.remembers() == {}
-        assert self.worker.x_cache is not None
-        assert self.worker.x_cache.open_blocks == 0
+        assert self.worker.page_mode.x_cache is not None
+        assert self.worker.page_mode.x_cache.open_blocks == 0
 
 
 @pytest.fixture(scope="module")

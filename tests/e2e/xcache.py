@@ -16,8 +16,8 @@ from tests.e2e.models import prompts
 from tests.e2e.workload import SMALL_DRAM, kv_tokens, page_mode
 from tests.kit.engine import Engine
 from vllm_ssdkv.connector import attention_backend
+from vllm_ssdkv.connector.worker.page_mode import PageMode
 from vllm_ssdkv.connector.worker.paged_attention import attend_layer
-from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 from vllm_ssdkv.kernels.dense import select_kernels
 
 WINDOW, CHUNK, BLOCK = 64, 128, 32
@@ -61,11 +61,11 @@ class Compared:
     blocks: int = 0
     worst: float = 0.0
 
-    def compare(self, worker: SSDKVWorker, layer_name: str, cache: torch.Tensor, rows: Any) -> None:  # noqa: ANN401
+    def compare(self, paged: PageMode, layer_name: str, cache: torch.Tensor, rows: Any) -> None:  # noqa: ANN401
         """Of one row's blocks in the window that are stored already: K and V of X beside HBM's."""
-        step, store = worker.step, worker.store
+        step, store = paged.step, paged.store
         assert step is not None
-        assert worker.x_cache is not None
+        assert paged.x_cache is not None
         layer = step.layer(layer_name)
         (request_id,) = {name for name in step.x_requests if name}
         known = store.context_from(request_id, 0)
@@ -74,8 +74,8 @@ class Compared:
             frame = store.frames.frames_of(known[number : number + 1])
             if not len(frame) or frame[0] < 0:
                 continue
-            offset = np.uint64(worker.layout.geometry.layer_offset(layer))
-            source = worker.x_cache.projector.project(
+            offset = np.uint64(paged.layout.geometry.layer_offset(layer))
+            source = paged.x_cache.projector.project(
                 select_kernels(cache.device),
                 layer,
                 store.frames.address(frame) + offset,
@@ -94,10 +94,10 @@ def comparing() -> Iterator[Compared]:
     """Compare, in all steps that are computed meanwhile."""
     made = Compared()
 
-    def spy(worker: SSDKVWorker, layer_name: str, *args: Any, **options: Any) -> None:  # noqa: ANN401
-        attend_layer(worker, layer_name, *args, **options)
+    def spy(paged: PageMode, layer_name: str, *args: Any, **options: Any) -> None:  # noqa: ANN401
+        attend_layer(paged, layer_name, *args, **options)
         _, _, cache, _, rows, _ = args
-        made.compare(worker, layer_name, cache, rows)
+        made.compare(paged, layer_name, cache, rows)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_backend, "attend_layer", spy)

@@ -80,9 +80,9 @@ def decoded(
         if fault is not None:
             assert offload is not None
             share = offload.share
-            assert worker.offloader is not None
-            assert worker.offloader.close(10.0)
-            worker.offloader = Offloader(
+            assert worker.page_mode.offloader is not None
+            assert worker.page_mode.offloader.close(10.0)
+            worker.page_mode.offloader = Offloader(
                 FaultyDevice(HostDevice(1), fault), deadline_s, worker.counters, share
             )
         asked = prompts(model.config.vocab_size)
@@ -94,7 +94,7 @@ def decoded(
             logits = decoder.step(names, ids)
         for name in names:
             decoder.forget(name)
-        in_use = worker.offloader is not None and worker.offloader.in_use
+        in_use = worker.page_mode.offloader is not None and worker.page_mode.offloader.in_use
     by_request = [list(row) for row in zip(*tokens, strict=True)]
     return Decoded(by_request, torch.stack(seen), worker.counters, in_use)
 
@@ -275,10 +275,10 @@ def test_work_names_its_pages(selector: SelectorName, tmp_path: Path) -> None:
 
     with PagedDecoder(model, config, ROOM, tmp_path / "store") as decoder:
         worker = decoder.worker
-        own = worker.offloader
+        own = worker.page_mode.offloader
         assert own is not None
         decoder.prefill("a", prompts(model.config.vocab_size)[0][:320])
-        worker.offloader = Offloader(Seeing(1), 30.0, worker.counters)
+        worker.page_mode.offloader = Offloader(Seeing(1), 30.0, worker.counters)
         decoder.step(["a"], torch.tensor([1]))
         blocks = decoder.context_tokens("a") // ROOM.block_tokens
         slots = set(worker.store.context_from("a", 0)[:blocks].tolist())

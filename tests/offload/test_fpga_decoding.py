@@ -52,7 +52,7 @@ def decoded(
     asked, names, seen = prompts(model.config.vocab_size), ["a", "b"], []
     with PagedDecoder(model, config, ROOM, directory) as decoder:
         if corrupt:
-            spoil(decoder.worker.offloader, corrupt)
+            spoil(decoder.worker.page_mode.offloader, corrupt)
         seen.append(torch.stack([decoder.prefill(*one) for one in zip(names, asked, strict=True)]))
         for step in range(COUNT):
             seen.append(decoder.step(names, torch.tensor([step, 100 + step])))
@@ -152,8 +152,8 @@ def test_drives_that_cannot_write_into_the_fpgas_memory(
     config = config.model_copy(update={"io": io, "offload": peer})
     model: Any = make_model(small_config("llama", head_size=64), torch.device("cpu"), torch.float16)
     with caplog.at_level("WARNING"), PagedDecoder(model, config, ROOM, tmp_path / "s") as decoder:
-        assert decoder.worker.offloader is not None
-        assert decoder.worker.offloader.device.peer is None
+        assert decoder.worker.page_mode.offloader is not None
+        assert decoder.worker.page_mode.offloader.device.peer is None
         assert not decoder.opened.files.health.quarantined
     assert "cannot be read into memory of another device: Input/output error" in caplog.text
 

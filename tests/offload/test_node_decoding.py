@@ -178,7 +178,7 @@ def test_a_node_that_dies_costs_nothing_where_there_are_copies(
         elif step == 12:
             nodes[1].start()
         elif step == 13:  # it is back, and attends again
-            offloader = decoder.worker.offloader
+            offloader = decoder.worker.page_mode.offloader
             assert offloader is not None
             until(lambda: offloader.device.in_use == len(nodes))
 

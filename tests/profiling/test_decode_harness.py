@@ -30,7 +30,7 @@ from vllm_ssdkv.base.metrics import counter_key
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.selectors import SelectorName
 from vllm_ssdkv.connector.kv_layout import paged_geometry
-from vllm_ssdkv.connector.worker import device_memory, worker
+from vllm_ssdkv.connector.worker import device_memory, page_mode
 from vllm_ssdkv.profiling.decode_harness import stage
 from vllm_ssdkv.profiling.decode_harness.attention import attention_by
 from vllm_ssdkv.profiling.decode_harness.cells import (
@@ -119,7 +119,7 @@ def test_clusters_come_from_the_prompt_and_go_with_the_request(scorer: str, tmp_
         worker: Any = decoder.worker  # whose gauges the decoder drops
 
         def sizes() -> tuple[int, ...]:
-            gauges = worker._choices.gauges()
+            gauges = worker.page_mode.choices.gauges()
             names = ("sparse_clusters", "sparse_clustered_pages", "sparse_cluster_members")
             return tuple(gauges[name] for name in names)
 
@@ -481,7 +481,9 @@ def test_summaries_in_memory_of_a_device_change_no_bit(
         {**config.model_dump(mode="json", exclude_unset=True), "sparse": sparse}
     )
     used: list[object] = []
-    monkeypatch.setattr(worker, "summary_memory", lambda *a: used.append(made := take(*a)) or made)
+    monkeypatch.setattr(
+        page_mode, "summary_memory", lambda *a: used.append(made := take(*a)) or made
+    )
     take = device_memory.summary_memory
     found = paged_logits(model, held, asked, tmp_path / "hbm")
     assert len(used) == 1

@@ -201,13 +201,13 @@ class PagedAttentionImpl(AttentionImpl):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Write new K and V [T, Hkv, D] into HBM, in page layout."""
-        worker = active_worker.worker()
-        if worker is None:  # vLLM's profiling run
+        paged = active_worker.page_mode()
+        if paged is None:  # vLLM's profiling run
             return
-        if worker.projector is not None and worker.projector.projecting:
-            worker.projector.keep(key, value)
+        if paged.projector is not None and paged.projector.projecting:
+            paged.projector.keep(key, value)
             return
-        store_new(worker, key, value, kv_cache, slot_mapping)
+        store_new(paged, key, value, kv_cache, slot_mapping)
 
     def forward(
         self,
@@ -228,11 +228,11 @@ class PagedAttentionImpl(AttentionImpl):
         Raises:
             StepError: there are requests, and no step to attend for.
         """
-        worker = active_worker.worker()
-        projector = None if worker is None else worker.projector
+        worker, paged = active_worker.worker(), active_worker.page_mode()
+        projector = None if paged is None else paged.projector
         if attn_metadata is None or (projector is not None and projector.projecting):
             return output.zero_()
-        if worker is None or worker.step is None:
+        if paged is None or paged.step is None:
             warming_up = worker is not None and not worker.began
             if not warming_up and attn_metadata.writes_kv():
                 raise StepError(
@@ -244,13 +244,13 @@ class PagedAttentionImpl(AttentionImpl):
             return output.zero_()
         tokens = attn_metadata.num_actual_tokens
         if attn_metadata.rows is None:
-            attn_metadata.rows = self._rows(worker.step, attn_metadata, worker.layout.block_tokens)
-            worker.begin_recording(attn_metadata.rows, query.device)
-        worker.record_inputs(layer.layer_name, query.device)
+            attn_metadata.rows = self._rows(paged.step, attn_metadata, paged.layout.block_tokens)
+            paged.begin_recording(attn_metadata.rows, query.device)
+        paged.record_inputs(layer.layer_name, query.device)
         queries = self._heads(query, tokens)
         values = value[:tokens].view(tokens, self.num_kv_heads, self.head_size)
         attend_layer(
-            worker,
+            paged,
             layer.layer_name,
             queries,
             values,

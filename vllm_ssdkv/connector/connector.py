@@ -205,7 +205,8 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """A layer has its attention: its part of the step's blocks is copied beside the next."""
         worker = self.worker
-        if worker.projector is not None and worker.projector.projecting:
+        projector = None if worker.paged is None else worker.paged.projector
+        if projector is not None and projector.projecting:
             return  # the layer is called within itself, to project stored X; its own end comes
         if worker.layers is not None:
             worker.layers.computed(layer_name)

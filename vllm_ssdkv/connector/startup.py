@@ -49,6 +49,7 @@ from vllm_ssdkv.connector.worker.binding import Binding
 from vllm_ssdkv.connector.worker.block_comparison import element_type
 from vllm_ssdkv.connector.worker.device_memory import held_for_summaries
 from vllm_ssdkv.connector.worker.node_rank import NodeRank
+from vllm_ssdkv.connector.worker.page_mode import ContextLayers
 from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank, RankAccess
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 from vllm_ssdkv.connector.x_settings import why_x_does_not_pay, x_shape
@@ -146,7 +147,8 @@ def open_worker(
         shape = x_shape(config, vllm_config)
         x_layers = [] if shape is None else [modules[n] for n in layout.layer_names]
         binding = Binding(model, rank, tell_weights)
-        worker = SSDKVWorker(config, layout, access, layers, binding, x_layers, shape)
+        attending = ContextLayers(layers, x_layers, shape)
+        worker = SSDKVWorker(config, layout, access, attending, binding)
         stack.pop_all()
     return worker
 

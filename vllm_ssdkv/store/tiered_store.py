@@ -590,19 +590,15 @@ class TieredStore:
             self._hot,
         )
 
-    def frame_gauges(self) -> dict[str, int]:
-        """Frames that DRAM has, those in use and those not written, by metric."""
+    def gauges(self) -> dict[str, int]:
+        """Frames that DRAM has, those in use and those not written; single pages and summaries that
+        memory holds, and has room for; by metric."""
         there, frames = self.open_frames, self.frames
+        pages, summaries = self._pages, self._summaries
         return {
             "dram_frames": there,
             "dram_frames_used": there - frames.count(FrameState.FREE),
             "dram_frames_dirty": frames.count(FrameState.HELD, FrameState.WRITING),
-        }
-
-    def choice_gauges(self) -> dict[str, int]:
-        """Single pages and summaries that memory holds, and has room for, by metric."""
-        pages, summaries = self._pages, self._summaries
-        return {
             "hot_pages_places": 0 if self._hot is None else self._hot.places,
             "hot_pages_held": 0 if self._hot is None else self._hot.held(),
             "page_cache_places": 0 if pages is None else pages.open_places,

@@ -28,6 +28,7 @@ from vllm_ssdkv.connector.messages import ContextDelta, CopyFrames, CopyToDram, 
 from vllm_ssdkv.connector.worker.binding import Binding
 from vllm_ssdkv.connector.worker.block_copy import BlockPort, OpaquePort, PagedPort
 from vllm_ssdkv.connector.worker.layer_copy import LEAST_BYTES, MOST_WAITING, LayerCopier
+from vllm_ssdkv.connector.worker.page_mode import ContextLayers
 from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 from vllm_ssdkv.kernels.dense import select_kernels
@@ -423,7 +424,7 @@ def worker(tmp_path: Path) -> Iterator[SSDKVWorker]:
     model = LoadedModel(root, str)
     access = EmbeddedRank(open_rank(place, 0, place.counters, 0))
     binding = Binding(model, 0, lambda _: None)
-    made = SSDKVWorker(config, layout_of(geometry), access, range(LAYERS), binding)
+    made = SSDKVWorker(config, layout_of(geometry), access, ContextLayers(range(LAYERS)), binding)
     caches = {name: torch.randn(BLOCKS, HEADS * TOKENS * SIZE * 2) for name in NAMES}
     made.register(caches)
     assert made.layers is not None
@@ -520,7 +521,7 @@ def test_devices_forget_slots_that_get_copies_even_if_the_source_is_lost(
     worker.end(first)
     assert durable(worker, 1) == [(3, 1)]
     attends: Any = Device(3, 7, 8, 9)
-    worker.offloader = attends
+    worker.page_mode.offloader = attends
     old, new = np.array([3, 4]), np.array([7, 8])  # slot 4 has left DRAM
     keys = bytes([3] * 32), bytes([4] * 32)
     second = StepPlan(2, (0,), copy_frames=CopyFrames(old, np.array([1, 1]), new, new + 10, keys))

@@ -143,7 +143,7 @@ def test_what_was_chosen_lately_does_not_come_again(
     hot.rig.store._hot.forget(array([3]))  # type: ignore[union-attr]
     assert all(hot.bring(chosen, [(3, 2)]))
     assert (chosen.fetched.cache, hot.copied) == (1, [3, 1])
-    gauges = hot.rig.store.choice_gauges()
+    gauges = hot.rig.store.gauges()
     assert (gauges["hot_pages_places"], gauges["hot_pages_held"]) == (8, 3)
     hot.end(chosen)
 
@@ -182,7 +182,7 @@ def test_a_wrong_page_is_not_kept(make_store: MakeStore) -> None:
     assert hot.bring(chosen, [(2, 1), (4, 1)]) == [True]
     assert (chosen.poisoned, chosen.bad) == ({0}, [2])
     assert hot.copied == [1]
-    assert hot.rig.store.choice_gauges()["hot_pages_held"] == 1
+    assert hot.rig.store.gauges()["hot_pages_held"] == 1
     hot.end(chosen)
 
 

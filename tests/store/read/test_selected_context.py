@@ -120,7 +120,7 @@ def test_summaries_come_from_where_they_are_once(
         # Slots 0 and 1 have frames; 3 and 5 are read, in the first turn.
         assert read_requests(rig) - before == 2, turn
         chosen.close()
-    assert rig.store.choice_gauges()["summaries_held"] == 4
+    assert rig.store.gauges()["summaries_held"] == 4
 
 
 CHANNELS = SlotGeometry("paged", 2, 2, 3, 8192, summary_pages=1, channel_pages=3)

@@ -15,8 +15,8 @@ from vllm_ssdkv.attention.exact import RowBatch, attend_exact
 from vllm_ssdkv.kernels.dense import select_kernels
 
 if TYPE_CHECKING:
+    from vllm_ssdkv.connector.worker.page_mode import PageMode
     from vllm_ssdkv.connector.worker.paged_step import PagedStep
-    from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 
 
 def rows_of_step(
@@ -45,7 +45,7 @@ def rows_of_step(
 
 
 def store_new(
-    worker: SSDKVWorker,
+    paged: PageMode,
     key: torch.Tensor,
     value: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -53,12 +53,12 @@ def store_new(
 ) -> None:
     """Write new K and V [T, Hkv, D] into HBM, in page layout, at ``slot_mapping`` [T]."""
     select_kernels(kv_cache.device).store_kv(
-        key, value, kv_cache.view(kv_cache.shape[0], -1), slot_mapping, worker.block_layout
+        key, value, kv_cache.view(kv_cache.shape[0], -1), slot_mapping, paged.block_layout
     )
 
 
 def attend_layer(
-    worker: SSDKVWorker,
+    paged: PageMode,
     layer_name: str,
     query: torch.Tensor,
     value: torch.Tensor,
@@ -73,8 +73,8 @@ def attend_layer(
     """Attention of a layer over the window in HBM and the context in the store.
 
     Args:
-        worker: It is in a step.
-        layer_name: As the layout of the worker names it.
+        paged: Page mode of the rank, in a step.
+        layer_name: As the layout of the rank names it.
         query: [T, Hq, D].
         value: V of the same tokens, [T, Hkv, D]; the cache has it by now.
         kv_cache: The layer's blocks in HBM, [num_blocks, ...].
@@ -84,27 +84,27 @@ def attend_layer(
         sliding_window, sinks: As of ``attend_exact``.
 
     Raises:
-        RuntimeError: the worker is in no step.
+        RuntimeError: there is no step.
     """
-    step = worker.step
+    step = paged.step
     if step is None:
         raise RuntimeError("there is no step to attend for")
     cache = kv_cache.view(kv_cache.shape[0], -1)
-    if worker.ordering is not None:
-        worker.ordering.observe(step.layer(layer_name), query, cache, rows, scale)
+    if paged.ordering is not None:
+        paged.ordering.observe(step.layer(layer_name), query, cache, rows, scale)
     attend_exact(
         select_kernels(kv_cache.device),
         query,
         cache,
         out,
         rows,
-        step.context(layer_name, rows, worker.context_layout),
-        worker.block_layout,
+        step.context(layer_name, rows, paged.context_layout),
+        paged.block_layout,
         scale,
         step.clock,
         step.choosing(layer_name, query, value, rows, cache, scale, sinks),
         sliding_window,
         sinks,
     )
-    if worker.layer_ended is not None:
-        worker.layer_ended()
+    if paged.layer_ended is not None:
+        paged.layer_ended()

@@ -89,8 +89,8 @@ class RankStore(Protocol):
     def confirm(self, stored: Iterable[tuple[int, int]]) -> None:
         """Confirm that pairs which the scrub has told are stored."""
 
-    def frame_gauges(self) -> dict[str, int]:
-        """Gauges of DRAM, by metric."""
+    def gauges(self) -> dict[str, int]:
+        """Gauges of memory, by metric."""
 
     def close(self, *, read_elsewhere: bool = False) -> None:
         """Write what is committed and stop."""

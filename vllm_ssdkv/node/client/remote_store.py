@@ -530,7 +530,7 @@ class RemoteStore:
     def confirm(self, stored: Iterable[tuple[int, int]]) -> None:
         """Nothing: see :meth:`take_scrubbed`."""
 
-    def frame_gauges(self) -> dict[str, int]:
+    def gauges(self) -> dict[str, int]:
         """None: the frames are the nodes', which tell of them themselves."""
         return {}
 
