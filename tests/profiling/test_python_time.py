@@ -59,7 +59,7 @@ def test_what_vllm_calls_and_what_is_native_is_found() -> None:
     found = {(owner.__name__, name): whose for owner, name, whose in engine_borders()}
     assert found["SSDKVConnector", "build_connector_meta"] == "python"
     assert found["PagedAttentionImpl", "forward"] == "python"
-    assert found["vllm_ssdkv._kernels", "attend_pages"] == "native"
+    assert found["vllm_ssdkv._kernels", "attend"] == "native"
     assert found["PageCache", "acquire"] == "native"
     assert found["SlotRequest", "over"] == "native"
 

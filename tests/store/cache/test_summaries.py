@@ -71,14 +71,14 @@ def test_what_was_used_longest_ago_goes_first(
 @pytest.mark.parametrize("record", ["bounds", "spread"])
 def test_records_on_a_device_are_those_of_dram(arena: Arena, record: PageRecord) -> None:
     """Layers' records begin in the middle of a page, and the last page is not full."""
-    shape = SlotGeometry("paged", 5, 3, 2, 64)
+    shape = SlotGeometry("paged", 5, 3, 2, 128)
     geometry = with_summaries(shape, PAGE_TOKENS, channels=False, record=record)
     assert geometry.summary_pages > 1
     used = geometry.layers * geometry.heads * geometry.groups * geometry.payload_bytes
     assert used % (PAGE_TOKENS * geometry.payload_bytes)
     tails = np.random.default_rng(1).integers(0, 256, (9, geometry.tail_bytes), np.uint8)
     places = np.arange(9, dtype=np.uint64) * np.uint64(geometry.tail_bytes)
-    layout = BlockLayout.unpadded(8, PAGE_TOKENS, 3, 4, torch.float16)
+    layout = BlockLayout.unpadded(8, PAGE_TOKENS, 3, 8, torch.float16)
     found = []
     for on_device in (False, True):
         table = SummaryTable(

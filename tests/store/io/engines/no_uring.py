@@ -15,7 +15,7 @@ import sys
 
 import numpy as np
 
-from vllm_ssdkv.config.io_engine import EngineOptions
+from vllm_ssdkv.config.io_engine import ENGINES, EngineOptions
 from vllm_ssdkv.store.io.engines.open import open_engine
 from vllm_ssdkv.store.io.engines.protocol import Op
 from vllm_ssdkv.store.memory.arena import Arena
@@ -59,6 +59,7 @@ def forbid_locked_memory() -> None:
 
 def main(how: str) -> None:
     logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO)
+    ENGINES.resolve("uring")  # imported while this process may still read any file
     if how == "memlock":
         forbid_locked_memory()
     else:
