@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.alone import environment_with_tests
 from vllm_ssdkv.base.errors import StoreError, StoreLockedError
 from vllm_ssdkv.store.maintenance.fsck import examined
 from vllm_ssdkv.store.maintenance.repair import repair
@@ -112,7 +113,8 @@ class Ledger:
         with (
             self.log.open("w+") as log,
             subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", str(VICTIM)],
+                [sys.executable, "-P", "-X", "faulthandler", str(VICTIM)],
+                env=environment_with_tests(Path(self.state_dir).parent),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
