@@ -353,7 +353,7 @@ def _attend(
 ) -> None:
     require(sliding_window is None or sliding_window > 0, "sliding_window must be positive")
     tokens, query_heads, head_size = _check(query, cache, layout)
-    state.check(query)
+    state.check(tuple(query.shape), query.device)
     for name, values, dtype in (
         ("query_begin", rows.query_begin, torch.int32),
         ("query_count", rows.query_count, torch.int32),

@@ -48,7 +48,7 @@ def finish(state: PartialState, out: torch.Tensor, lse: torch.Tensor | None = No
     [T, Hq]`` float32, contiguous. Queries that saw no key give zeros and ``-inf``. Queued on the
     current stream; raises ``ValueError`` on wrong shapes, dtypes or devices.
     """
-    state.check(state.acc)
+    state.check(tuple(state.acc.shape), state.acc.device)
     tokens, heads, head_size = state.acc.shape
     require(
         tuple(out.shape) == (tokens, heads, head_size)

@@ -76,7 +76,7 @@ def merge(
     contiguous, on one device. Queued on the current stream; raises ``ValueError`` on wrong shapes
     or dtypes.
     """
-    state.check(state.acc)
+    state.check(tuple(state.acc.shape), state.acc.device)
     tokens, heads, head_size = state.acc.shape
     parts = part_m.shape[0] if part_m.dim() else 0
     allowed = (torch.float32,) if part_l is not None else DTYPES

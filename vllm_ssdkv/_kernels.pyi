@@ -181,7 +181,7 @@ class AttentionClock:
 
     @property
     def seconds(self) -> list[float]:
-        """Of every part, so far."""
+        """Seconds in each part, so far."""
 
 def summarize(
     source: NDArray[numpy.uint64],

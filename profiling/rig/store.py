@@ -26,7 +26,7 @@ Fill = Callable[[I64, NDArray[np.int32]], None]
 
 PATIENCE_S: Final = 120.0
 BLOCK_TOKENS: Final = 16
-"""Of a block, where nothing depends on it."""
+"""Tokens of a block, where nothing depends on their number."""
 
 
 class Hbm:

@@ -19,6 +19,12 @@ class Wider(Good):
     version = "b7"
     def move(self, count, more=0, *, late, never=False): return count
 
+class Static(Good):
+    @staticmethod
+    def move(count, *, late): return count
+
+class Inherits(Static): pass
+
 class NoMethod:
     version = 1
     def __init__(self, depth): ...
@@ -80,7 +86,7 @@ def test_a_name_imports_nothing_until_it_is_asked_for(guests: str) -> None:
     assert registry.resolve("good") is sys.modules[guests].Good
 
 
-@pytest.mark.parametrize(("name", "version"), [("Good", "3"), ("Wider", "b7")])
+@pytest.mark.parametrize(("name", "version"), [("Good", "3"), ("Wider", "b7"), ("Inherits", "3")])
 def test_a_guest_need_not_be_registered_and_has_a_version(
     guests: str, name: str, version: str
 ) -> None:

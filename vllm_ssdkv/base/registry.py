@@ -144,7 +144,9 @@ def _signature(owner: type, name: str) -> inspect.Signature | None:
     if not inspect.isroutine(method):
         return None
     parameters = list(inspect.signature(method).parameters.values())
-    is_bound = inspect.ismethod(method) or isinstance(vars(owner).get(name), staticmethod)
+    is_bound = inspect.ismethod(method) or isinstance(
+        inspect.getattr_static(owner, name), staticmethod
+    )
     plain = [one.replace(annotation=one.empty) for one in parameters[not is_bound :]]
     return inspect.Signature(plain)
 

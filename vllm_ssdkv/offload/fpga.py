@@ -190,7 +190,7 @@ class FpgaKernels:
         self._fold(query, state, jobs_of_pages(pages, layout), layout, scale)
 
     def _check(self, query: torch.Tensor, state: PartialState, layout: BlockLayout) -> None:
-        state.check(query)
+        state.check(tuple(query.shape), query.device)
         shape = self._backend.shape
         kinds = {str(one.dtype).removeprefix("torch.") for one in (query, layout)}
         if kinds != {shape.dtype} or layout.head_size != shape.head_size or not query.is_cpu:

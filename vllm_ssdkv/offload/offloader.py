@@ -155,7 +155,7 @@ class Offloader:
         try:
             # All before the first is folded: of work that is taken back nothing is in the state.
             for part in parts:
-                part.check(part.acc.new_empty(state.acc.shape))
+                part.check(tuple(state.acc.shape), part.acc.device)
             for part in parts:
                 kernels.merge(state, part)
         except ValueError as error:

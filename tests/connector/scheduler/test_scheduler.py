@@ -389,7 +389,7 @@ def test_a_probe_that_finds_bad_bytes_drops_them(reuse: Make) -> None:
 
 
 def test_a_hit_that_is_attended_to_as_a_whole_is_said_to_be(page: Make, sparse: Make) -> None:
-    """Those are worth frames for all of it: the others only read what they choose."""
+    """Such a hit is worth frames for all of its blocks: others read only what they choose."""
     short, long = prompt(EXACT_BELOW - 1), prompt(EXACT_BELOW, seed=1)
     for make, wanted in ((page, [True, True]), (sparse, [True, False])):
         run = make()
@@ -783,7 +783,7 @@ def test_a_slow_device_gets_less_of_what_is_stored_later(page: Make) -> None:
 
 
 def test_a_store_too_small_to_spare_a_slow_device_does_not(page: Make) -> None:
-    """With its share at a fifth, ten slots are left of seventeen; requests need eleven."""
+    """A share of a fifth would leave ten of seventeen slots; requests need eleven."""
     run = page(slots=17)
     run.ranks[0].report.speeds.append((0, 0.2))
     run.add("a", prompt(20), 4)

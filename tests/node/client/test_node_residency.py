@@ -482,7 +482,7 @@ def test_places_of_a_session_are_never_those_of_the_next(
 
 @pytest.mark.parametrize("beats", [True, False])
 def test_a_node_that_stalls_is_given_up(node: ScriptedNode, script: Script, beats: bool) -> None:
-    """With heartbeats, as where its drives hang, and without, as where it is stopped."""
+    """A node with hanging drives sends heartbeats; a stopped one sends none."""
     node.beats = beats
     engine = Engine(node)
     script.silent = True

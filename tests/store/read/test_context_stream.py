@@ -461,7 +461,7 @@ def pieces_of(rig: StoreRig, stream: ContextStream, layer: int, part: Part | Non
 
 
 def walked(rig: StoreRig, rows: Sequence[Sequence[int]], share: float | None) -> list[list[Got]]:
-    """By layer: what comes in the device's part, and in the other; whole without a share."""
+    """Blocks of each layer in the device's part and in the other; all in one without a share."""
     stream = rig.store.stream([array(row) for row in rows])
     by_layer = []
     for layer in range(rig.geometry.layers):
@@ -547,7 +547,7 @@ def test_the_part_without_reads_may_be_asked_for_at_any_time(
 
 
 def test_the_same_cut_has_the_same_rows_in_every_layer(make_store: MakeStore) -> None:
-    """By identity: who attends builds its rows once."""
+    """The rows are one object, so whoever attends builds them once."""
     rig = make_store()
     names = stored(rig, range(10))
     context(rig, names)

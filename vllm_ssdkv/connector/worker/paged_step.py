@@ -81,7 +81,7 @@ class PagedStep:
         self._offloader = offloader
         tokens = [row.tokens for row in self._rows]
         self._near = None
-        """Who attends to the contexts of this step; None: the step's thread does."""
+        """Offloader that attends to the contexts of this step; None: the step's thread does."""
         if offloader is not None and max(tokens) <= OFFLOADED_TOKENS:
             self._near = offloader if offloader.takes(sum(tokens)) else None
         elsewhere = self._near is not None and self._near.caps.elsewhere

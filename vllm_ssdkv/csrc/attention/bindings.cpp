@@ -302,7 +302,7 @@ is measured there is the time of the host.)")
            "What was done since the last call was this part. Raises IndexError: there is none.")
       .def_prop_ro(
           "seconds", [](const AttentionClock& clock) { return clock.seconds(); },
-          "Of every part, so far.");
+          "Seconds in each part, so far.");
   bind_sparse(module);
   bind_next_best(module);
 }

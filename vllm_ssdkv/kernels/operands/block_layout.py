@@ -346,12 +346,12 @@ class PartialState:
         them can."""
         if not self.acc.is_cpu:
             raise ValueError(f"the state must be on the CPU, not on {self.acc.device}")
-        self.check(self.acc)
+        self.check(tuple(self.acc.shape), self.acc.device)
         return _kernels.State(self.m.numpy(), self.l.numpy(), self.acc.numpy())
 
-    def check(self, query: torch.Tensor) -> None:
-        """Raise ``ValueError`` unless this is a contiguous state of ``query [T, Hq, D]``."""
-        shape = tuple(query.shape)
+    def check(self, shape: tuple[int, ...], device: torch.device) -> None:
+        """Raise ``ValueError`` unless this is a contiguous state of queries of ``shape``,
+        [T, Hq, D], on ``device``."""
         for name, part, want in (
             ("m", self.m, shape[:2]),
             ("l", self.l, shape[:2]),
@@ -361,9 +361,9 @@ class PartialState:
                 tuple(part.shape) != want
                 or part.dtype != torch.float32
                 or not part.is_contiguous()
-                or part.device != query.device
+                or part.device != device
             ):
                 raise ValueError(
-                    f"{name} must be contiguous float32 {want} on {query.device}, got "
+                    f"{name} must be contiguous float32 {want} on {device}, got "
                     f"{part.dtype} {tuple(part.shape)} on {part.device}"
                 )

@@ -74,7 +74,7 @@ class NodeExistence:
         self._session: Session | None = session
         self.num_slots = num_slots if session is None else session.welcome.num_slots
         self._epochs = np.zeros(self.num_slots, dtype=np.int64)
-        """Of slots as this session knows them; 0: not known."""
+        """Epochs of slots as this session knows them; 0: not known."""
         self._live = np.zeros(self.num_slots, dtype=np.bool_)
         """Slots that hold what this session knows of, as far as it knows."""
         self._pins: dict[int, list[int]] = {}

@@ -54,10 +54,10 @@ I32 = NDArray[np.int32]
 Pairs = list[tuple[int, int]]
 
 REGION_BYTES: Final = 256 << 20
-"""Of a transfer region, at most; a node may allow less in flight."""
+"""Largest size of a transfer region; a node may allow less in flight."""
 
 PAYLOAD_BYTES: Final = 16 << 20
-"""Of frames that come at a time where memory is not shared, or one frame."""
+"""Size of the frames that come at a time where memory is not shared; one frame at least."""
 
 SILENCES: Final = 4
 """Heartbeats that may be missing before the node counts as gone."""
