@@ -120,7 +120,7 @@ float Rows::key(const std::byte* block, int64_t head, int64_t token, int64_t d) 
 // Every step from blocks to attention: all pages by bounds must be dense attention, and no logit
 // may exceed its bound.
 void select_and_attend(Random& random, int64_t most_blocks, int64_t threads) {
-  const Rows r(random, most_blocks);
+  Rows r(random, most_blocks);
   const attention::PageLayout& l = r.layout;
   const int64_t group = r.query_heads / l.kv_heads;
   const int64_t pages_of_block = l.block_tokens / l.page_tokens;
@@ -252,24 +252,20 @@ void select_and_attend(Random& random, int64_t most_blocks, int64_t threads) {
   attention::Problem problem{};
   problem.layout = l;
   problem.layout.block_tokens = l.page_tokens;
-  problem.query_heads = r.query_heads;
-  problem.list_per_head = true;
-  problem.query = reinterpret_cast<const std::byte*>(r.query.data());
-  problem.query_dtype = DType::kFloat32;
-  problem.query_stride = r.query_heads * l.head_size * 4;
+  problem.state = {r.rows,         r.query_heads,      l.head_size,
+                   maximum.data(), denominator.data(), accumulator.data()};
+  problem.rows = {r.rows,        tokens.data(),        ones.data(),
+                  newest.data(), columns.begin.data(), columns.begin.data() + 1,
+                  true};
+  problem.pages = {static_cast<int64_t>(pages.size()), pages.data(), position.data(), mask.data()};
+  problem.query = {reinterpret_cast<std::byte*>(r.query.data()),
+                   DType::kFloat32,
+                   r.query_heads * l.head_size * 4,
+                   r.rows,
+                   r.query_heads,
+                   l.head_size};
   problem.scale = 0.125F;
-  problem.maximum = maximum.data();
-  problem.denominator = denominator.data();
-  problem.accumulator = accumulator.data();
-  problem.row_query_begin = tokens.data();
-  problem.row_query_count = ones.data();
-  problem.row_first_position = newest.data();
-  problem.row_block_begin = columns.begin.data();
-  problem.row_block_end = columns.begin.data() + 1;
-  problem.block_base = pages.data();
-  problem.block_position = position.data();
-  problem.token_mask = mask.data();
-  attention::attend(attention::active_kernels(), problem, r.rows, threads);
+  attention::attend(attention::active_kernels(), problem, threads);
   if (r.scaled()) return;  // its logits are not those of attention
   // The chosen tokens' share of the softmax, once from logits and once from attention.
   for (int64_t row = 0; row < r.rows; ++row) {
