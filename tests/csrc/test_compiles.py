@@ -1,4 +1,4 @@
-"""The program that `make sanitize` runs fits the native code: the compiler reads each of its files."""
+"""The native tests fit the native code: the compiler reads each of their files."""
 
 from __future__ import annotations
 
