@@ -101,14 +101,14 @@ def of_kind(node: ScriptedNode, kind: type[Message]) -> list[Message]:
 def test_a_prefix_is_found_once_a_step(node: ScriptedNode, index: RemoteIndex) -> None:
     for _ in range(2):
         assert index.lookup(KEYS[:2]).tolist() == [3, 4]
-    assert len(of_kind(node, Find)) == 1, "the second answer is remembered"
+    assert len(of_kind(node, Lookup)) == 1, "the second answer is remembered"
     assert index.epochs(np.array([3, 4])).tolist() == [30, 40]
     assert index.find(KEYS[1]) == 4
     assert index.key(4) == KEYS[1]
     RemotePlacement(index).step()
     assert index.find(KEYS[1]) is None
     assert index.lookup(KEYS).tolist() == [3, 4]
-    assert len(of_kind(node, Find)) == 2
+    assert len(of_kind(node, Lookup)) == 2
 
 
 def test_claims_are_pinned_and_given_back(node: ScriptedNode, index: RemoteIndex) -> None:
@@ -129,7 +129,7 @@ def test_what_needs_no_answer_is_told_in_order(node: ScriptedNode, index: Remote
     index.pin(index.lookup(KEYS[:1]))
     assert index.last(KEYS, 0, 4, [0]) == 2
     kinds = [type(message) for message in node.told]
-    assert kinds == [Touch, Find, Pin, Find]
+    assert kinds == [Touch, Lookup, Pin, Find]
     (pin,) = of_kind(node, Pin)
     assert isinstance(pin, Pin)
     assert (unpack(pin.slots).tolist(), unpack(pin.epochs).tolist()) == ([3], [30])
@@ -299,10 +299,9 @@ def test_a_request_waits_for_what_others_compute(
     others = 0
     until(lambda: not index.awaits("a", KEYS, unknown))
     assert counters.total("prefix_waits", end="served") == 1
-    asked = len(of_kind(node, Find))
-    for _ in range(2):
-        assert index.lookup(KEYS).tolist() == [3, 4]
-    assert len(of_kind(node, Find)) == asked + 1, "what others have stored is asked for once"
+    asked = len(of_kind(node, Lookup))
+    assert index.lookup(KEYS).tolist() == [3, 4]
+    assert len(of_kind(node, Lookup)) == asked, "the answer is known"
     others = 3
     assert index.awaits("b", KEYS, lambda: 0.0)
     until(lambda: not index.awaits("b", KEYS, lambda: 0.0))
@@ -341,7 +340,7 @@ def test_a_reset_is_told_to_each_later_session_first(
     node.told.clear()
     node.start()
     until(lambda: len(index.lookup(KEYS[:1])))
-    assert [type(message) for message in node.told[:2]] == [ForgetAll, Find]
+    assert [type(message) for message in node.told[:2]] == [ForgetAll, Lookup]
 
 
 def test_a_session_that_cannot_be_told_of_a_reset_is_not_used(
@@ -352,4 +351,4 @@ def test_a_session_that_cannot_be_told_of_a_reset_is_not_used(
     )
     RemotePlacement(index).forget_stored()
     assert index.lookup(KEYS[:1]).tolist() == []
-    assert of_kind(node, Find) == []
+    assert of_kind(node, Lookup) == []

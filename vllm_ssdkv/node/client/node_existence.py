@@ -191,11 +191,6 @@ class NodeExistence:
 
     # ---- finding ----
 
-    def look_for_others(self, chain: int, keys: Sequence[bytes], *, over: bool) -> Slots | None:
-        """Look up blocks that a request is to compute unless others do, or in any case if its
-        waiting is ``over``; None: the node is gone."""
-        return self._call(Lookup(self.link.pack_keys(keys), chain, over), Slots)
-
     def leave(self, chain: int) -> None:
         """The request with this number computes nothing more. Does not wait."""
         self._tell(Leave(chain))
@@ -208,20 +203,40 @@ class NodeExistence:
         """Ask which of up to ``MAX_ENTRIES`` keys are stored; :meth:`found_each` must follow."""
         return self._ask(Find(self.link.pack_keys(keys)), Slots) if self.connected else None
 
+    def prefix(
+        self, keys: Sequence[bytes], chain: int = 0, *, over: bool = False
+    ) -> tuple[I64, int] | None:
+        """Slots of the longest prefix of up to ``MAX_ENTRIES`` keys that is stored, int64, and how
+        many of the keys behind it others are computing; one round trip.
+
+        Args:
+            keys: Of a request, in its order.
+            chain: Number of the request, which computes what is missing unless others do; 0: it is
+                only looked for.
+            over: The request computes it in any case: its waiting is over.
+
+        Returns:
+            None: the node is gone, or does not answer.
+        """
+        told = self._call(Lookup(self.link.pack_keys(keys), chain, over), Slots)
+        if told is None:
+            return None
+        return self._known(*self._pairs(told, len(keys), exactly=False)), told.expected
+
+    def _known(self, slots: I64, epochs: I64) -> I64:
+        """Remember slots that the node has told of; -1 in place of those that are no slot."""
+        here = (slots >= 0) & (slots < self.num_slots)
+        self._epochs[slots[here]], self._live[slots[here]] = epochs[here], True
+        return np.where(here, slots, -1)
+
     def found_each(self, count: int, call: PendingCall[Slots] | None) -> I64 | None:
         """Slot of each of ``count`` keys, -1 where it is not stored, int64, [n]; None: the node is
         gone, or does not answer."""
         told = self._take(call)
-        found = np.full(count, -1, dtype=np.int64)
         if told is None:
             return None
         slots, epochs = self._pairs(told, count, exactly=True)
-        if len(slots) != count:
-            return None
-        here = (slots >= 0) & (slots < self.num_slots)
-        self._epochs[slots[here]], self._live[slots[here]] = epochs[here], True
-        found[here] = slots[here]
-        return found
+        return self._known(slots, epochs) if len(slots) == count else None
 
     def _pairs(self, told: Slots | Claimed, count: int, *, exactly: bool) -> tuple[I64, I64]:
         """Slots and epochs of an answer about ``count`` keys, none where it cannot be one. A node

@@ -185,6 +185,22 @@ class RemoteIndex:
         if new:
             self._ask_all(new)
 
+    def _ask_prefix(self, keys: Sequence[bytes]) -> None:
+        """Ask the only node for as much of a prefix as it has: it looks no further."""
+        for part in parts(keys):
+            told = self.members[0].prefix(part)
+            if told is None or self._remember(part, told[0]) < len(part):
+                return
+
+    def _remember(self, keys: Sequence[bytes], slots: I64) -> int:
+        """Remember what the only node has of a prefix; its length."""
+        there = slots.tolist()
+        there = there[: there.index(-1)] if -1 in there else there
+        self._found.update(zip(keys, there, strict=False))
+        self._names.update(zip(there, keys, strict=False))
+        self._absent.update(keys[len(there) : len(there) + 1])
+        return len(there)
+
     def find(self, key: bytes) -> int | None:
         """Slot of a key that was found in this step. Asks nobody."""
         return self._found.get(key)
@@ -195,7 +211,8 @@ class RemoteIndex:
         known = [self._found.get(key, -1) for key in keys]
         end = known.index(-1) if -1 in known else len(known)
         if end < len(known) and keys[end] not in self._absent:
-            self._ask_new(keys[end:])
+            ask = self._ask_prefix if len(self.members) == 1 else self._ask_new
+            ask(keys[end:])
             known = [self._found.get(key, -1) for key in keys]
             end = known.index(-1) if -1 in known else len(known)
         return np.array(known[:end], dtype=np.int64)
@@ -232,17 +249,20 @@ class RemoteIndex:
         if not self._chains.asks_again(chain):
             return True
         over = chain.over or (chain.begun is not None and self._chains.overdue(chain, seconds()))
-        found = len(self.lookup(keys))
+        lone = len(self.members) == 1  # what it has is in the same answer
+        found = 0 if lone else len(self.lookup(keys))
         missing = keys[found : found + MAX_ENTRIES]
         ranked = self._ranked(head or keys[0])
         if missing and ranked:
             self._leave_other(name, chain.number, ranked[0])
-            home = self.members[ranked[0]]
-            told = home.look_for_others(chain.number, missing, over=over)
-            if told is not None and told.expected and not over:
+            told = self.members[ranked[0]].prefix(missing, chain.number, over=over)
+            slots, expected = (_NO_SLOTS, 0) if told is None else told
+            if lone and told is not None:
+                found = self._remember(missing, slots)
+            if expected and not over:
                 self._chains.told(chain, found)
                 return True
-            if chain.begun is not None or (told is not None and told.slots):
+            if not lone and (chain.begun is not None or len(slots)):
                 self._absent.difference_update(missing)  # stored since they were asked for
         if chain.begun is not None:
             chain.begun = None

@@ -64,10 +64,12 @@ class PooledFrames:
 
     def numbers(self, memory: int, frames: I32) -> I32:
         """Numbers of frames of one memory, [n]."""
-        return (frames * len(self._memories) + memory).astype(np.int32)
+        return (frames * len(self._memories) + memory).astype(np.int32, copy=False)
 
     def address(self, frames: I32) -> NDArray[np.uint64]:
         """Absolute address of each frame, [n]."""
+        if len(self._memories) == 1:
+            return self._memories[0].address(frames)
         found = np.zeros(len(frames), dtype=np.uint64)
         for i, memory in enumerate(self._memories):
             here = frames % len(self._memories) == i
@@ -334,14 +336,13 @@ class RemoteStore:
     def load(self, job: LoadJob, *, whole: bool = False) -> None:
         """Ask for a hit. Never waits for a device."""
         self._under_way += 1
-        in_hbm = np.zeros(len(job.slots), dtype=np.int64)
-        in_hbm[job.first_in_hbm :] = job.block_ids
-        handles = np.zeros(len(job.slots), dtype=np.int64)
-        wanted = np.flatnonzero(in_hbm)
-        handles[wanted] = self._next_handle + np.arange(len(wanted))
-        self._next_handle += len(wanted)
-        self._wanted.update(zip(handles[wanted].tolist(), in_hbm[wanted].tolist(), strict=True))
-        load = _Load(job, LoadOutcome(job.request_id), handles)
+        handles = [0] * len(job.slots)
+        for at, block in enumerate(job.block_ids.tolist(), job.first_in_hbm):
+            if block:
+                handles[at] = self._next_handle
+                self._wanted[self._next_handle] = block
+                self._next_handle += 1
+        load = _Load(job, LoadOutcome(job.request_id), np.array(handles, dtype=np.int64))
         with self._lock:
             parts = self._cut(load)
             load.left = len(parts)
@@ -356,6 +357,8 @@ class RemoteStore:
     def _cut(self, load: _Load) -> list[_Part]:
         """Parts of a load by the nodes that have them."""
         job, count = load.job, len(self.stores)
+        if count == 1 and len(job.slots):
+            return [_Part(load, np.arange(len(job.slots)), 0, -1)]
         others = job.others if len(job.others) else np.full(len(job.slots), -1, dtype=np.int64)
         node, other = job.slots % count, np.where(others >= 0, others % count, -1)
         pairs = node * (count + 1) + other + 1
@@ -372,14 +375,19 @@ class RemoteStore:
         self._parts[name] = part, node, time.monotonic()
         part.under_way += 1
         chain = len(job.slots) if job.chain is None else job.chain
+        keys, handles = job.keys, part.load.handles
+        if len(which) < len(slots):
+            slots, epochs, handles = slots[which], epochs[which], handles[which]
+            keys = tuple(keys[i] for i in which.tolist())
+            chain = int(np.count_nonzero(which < chain))
         self.stores[node].load(
             LoadJob(
                 name,
-                self._own(slots[which]),
-                epochs[which],
-                tuple(job.keys[i] for i in which.tolist()),
-                part.load.handles[which],
-                int(np.count_nonzero(which < chain)),
+                self._own(slots),
+                epochs,
+                keys,
+                handles,
+                chain,
                 job.behind if which[0] == 0 else 0,
                 job.compared and bool(which[-1] == len(job.slots) - 1),
             )
@@ -393,15 +401,19 @@ class RemoteStore:
 
     def _arrived(self, node: int, frames: I32, handles: I64) -> None:
         """Copy those blocks that have not come yet. In the thread of a session."""
+        known = handles.tolist()
         with self._copying:
-            blocks = np.array([self._wanted.get(h, -1) for h in handles.tolist()], dtype=np.int64)
-            new = blocks >= 0
-            if not new.any() or self._copy_in is None:
+            blocks = [self._wanted.get(handle, -1) for handle in known]
+            if -1 in blocks:  # they have come from another node, or the load is over
+                new = np.array(blocks) >= 0
+                frames, known = frames[new], handles[new].tolist()
+                blocks = [block for block in blocks if block >= 0]
+            if not blocks or self._copy_in is None:
                 return
-            self._copy_in(self.load_frames.numbers(node, frames[new]), blocks[new])
+            self._copy_in(self.load_frames.numbers(node, frames), np.array(blocks))
             if not self.stores[node].lends:
                 return  # it may have been other blocks' bytes: another node brings them
-            for handle in handles[new].tolist():
+            for handle in known:
                 del self._wanted[handle]
 
     # ---- the thread ----
@@ -493,8 +505,8 @@ class RemoteStore:
             return
         load.over = True
         with self._copying:
-            for handle in load.handles[load.handles != 0].tolist():
-                self._wanted.pop(handle, None)
+            for handle in load.handles.tolist():
+                self._wanted.pop(handle, None)  # 0 stands for no block, and is none's
         outcome = load.outcome
         if not complete:
             outcome = LoadOutcome(load.job.request_id, False, load.outcome.bad)
