@@ -91,7 +91,8 @@ def bars(
     for number, (name, values) in enumerate(columns.items()):
         places = [row + height * number for row in range(len(rows))]
         axes.barh(places, values, height, label=name)
-    axes.set_yticks([row + 0.4 for row in range(len(rows))], rows, fontsize=fontsize)
+    middle = (0.8 - height) / 2
+    axes.set_yticks([row + middle for row in range(len(rows))], rows, fontsize=fontsize)
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
     axes.legend(fontsize=fontsize)
