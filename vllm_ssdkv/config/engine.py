@@ -294,7 +294,7 @@ class SSDKVConfig(OptionModel):
     selector: Annotated[
         SelectorName,
         Allowed(names_text(SELECTORS, EXACT)),
-        AfterValidator(partial(checked_name, SELECTORS, EXACT)),
+        AfterValidator(partial(checked_name, SELECTORS, other=EXACT)),
         Field(
             description="Which part of the context a token that is decoded attends to (page mode). "
             "`exact` is all of it. `bounds` chooses pages by bounds of their logits, `spread` by "

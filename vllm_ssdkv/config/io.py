@@ -148,7 +148,7 @@ class IoConfig(OptionModel):
     engine: Annotated[
         EngineKind,
         Allowed(names_text(ENGINES, AUTO)),
-        AfterValidator(partial(checked_name, ENGINES, AUTO)),
+        AfterValidator(partial(checked_name, ENGINES, other=AUTO)),
         Field(
             description="I/O engine. `auto` is `uring` (io_uring) where the kernel has it, else "
             "`threads` (the native thread pool). `kvikio` and `aiofiles` go through those "

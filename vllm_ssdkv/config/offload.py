@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from vllm_ssdkv.base.errors import ConfigError
-from vllm_ssdkv.base.registry import Registry, is_place
+from vllm_ssdkv.base.registry import Registry
 from vllm_ssdkv.base.sizes import SIZE_TEXT, size_or_none
-from vllm_ssdkv.config.schema import PATH_TEXT, Allowed, OptionModel, PathText, Reason
+from vllm_ssdkv.config.schema import (
+    PATH_TEXT,
+    Allowed,
+    OptionModel,
+    PathText,
+    Reason,
+    checked_name,
+    names_text,
+)
 
 MAX_THREADS: Final = 1024
 MAX_DRIVES: Final = 8
@@ -28,21 +36,6 @@ FpgaBackend: TypeAlias = Literal["csim", "rtlsim", "xrt"]
 
 DriveProfile: TypeAlias = Literal["instinfer", "smartssd"]
 """A drive of a paper that attends to what lies on it."""
-
-
-_NAMES: Final = " or ".join(f'"{name}"' for name in DEVICES.names())
-DEVICES_TEXT: Final = f'{_NAMES} or a class of your own, "module:Class"'
-
-
-def _kind(value: str) -> str:
-    if value not in DEVICES.names():
-        if not is_place(value):
-            raise ValueError("it is not registered")
-        try:  # now, not in the middle of a start
-            DEVICES.resolve(value)
-        except ConfigError as error:
-            raise ValueError(str(error).removeprefix("offload.kind: ")) from error
-    return value
 
 
 def _threads(value: int | None) -> int | None:
@@ -139,8 +132,8 @@ class OffloadConfig(OptionModel):
 
     kind: Annotated[
         str,
-        Allowed(DEVICES_TEXT),
-        AfterValidator(_kind),
+        Allowed(names_text(DEVICES)),
+        AfterValidator(partial(checked_name, DEVICES)),
         Field(
             description="Device that attends. `host`: threads of this machine attend to what lies "
             "in DRAM, and to what arrives from the drives, while the accelerator attends to its "
@@ -148,7 +141,7 @@ class OffloadConfig(OptionModel):
             "of an FPGA attend to the same pages, run by a `backend`. They take float16 and "
             "bfloat16, and heads of 64, 128 or 256 channels. `node`: the storage nodes of `nodes` "
             "attend to what their drives have, and only queries and partial results travel. "
-            "`module:Class`: a device of your own."
+            "A class of your own is given as `module:Class` (docs/guests.md)."
         ),
         Reason("host: it needs no other hardware."),
     ] = "host"

@@ -90,7 +90,7 @@ def names_text(registry: Registry[Any], *others: str, guests: bool = True) -> st
     return f"{text} or module:Class of your own" if guests else text
 
 
-def checked_name(registry: Registry[Any], other: str, value: str) -> str:
+def checked_name(registry: Registry[Any], value: str, *, other: str | None = None) -> str:
     """A name that an option accepts. A guest is imported and checked.
 
     Raises:
