@@ -40,9 +40,8 @@ def import_all() -> None:
     tests = types.ModuleType("tests")
     tests.__path__ = [str(Path(__file__).resolve().parents[1])]
     sys.modules["tests"] = tests
-    engines = importlib.import_module("tests.kit.engine")
-    engines.preload()
-    engines.end_with_parent()
+    importlib.import_module("tests.kit.engine").preload()
+    importlib.import_module("tests.kit.forks").end_with_parent()
 
 
 def batches(task: dict[str, Any]) -> Any:  # noqa: ANN401 - an endless iterator or a list
@@ -120,7 +119,7 @@ def fork(task: dict[str, Any]) -> None:
     if pid == 0:
         code = 1
         try:
-            importlib.import_module("tests.kit.engine").end_with_parent()
+            importlib.import_module("tests.kit.forks").end_with_parent()
             os.setsid()
             say(event="started", pid=os.getpid())
             child(task)

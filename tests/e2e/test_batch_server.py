@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import time
 import urllib.error
@@ -26,6 +25,7 @@ import pytest
 from openai.types import Batch
 
 from tests.batch.hostile import MIB, Siege
+from tests.kit.forks import Program
 from vllm_ssdkv.batch.lines import MAX_LINE
 from vllm_ssdkv.batch.plugin import LEAST_TEXT
 
@@ -49,7 +49,7 @@ class Server:
 
     def __init__(self, model: Path, device: dict[str, Any], root: Path) -> None:
         self.root = root
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Program | None = None
         self._options: object = None
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -76,8 +76,6 @@ class Server:
             "max-num-seqs": SEATS,
             "block-size": 32,
             "shutdown-timeout": 300,
-            # One process fewer that imports vLLM at each start.
-            "distributed-executor-backend": "uni",
             "kv-cache-memory-bytes": 64 << 20,
             "chat-template": TEMPLATE,
             "kv-transfer-config": json.dumps(transfer),
@@ -92,23 +90,14 @@ class Server:
         """Returns when it serves. ``batch`` are more of our options, ``more`` of vLLM's."""
         log = self.root / "serve.log"
         self._options = (dict(batch), more)
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                self._command(batch, {name.replace("_", "-"): more[name] for name in more}),
-                env={
-                    **os.environ,
-                    "VLLM_PLUGINS": "ssdkv,ssdkv_batch",
-                    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                    "OMP_NUM_THREADS": "1",
-                    # Else vLLM's worker starts C++ compilers when it is first asked for log
-                    # probabilities: 20 s and 250 MiB, in the middle of any test.
-                    "TORCH_COMPILE_DISABLE": "1",
-                },
-                cwd=self.root,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        variables = {
+            **os.environ,
+            "VLLM_PLUGINS": "ssdkv,ssdkv_batch",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = self._command(batch, {name.replace("_", "-"): more[name] for name in more})
+        self._process = Program(command, variables, self.root, log)
         deadline = time.monotonic() + START_S
         while not self._is_healthy():
             assert self._process.poll() is None, log.read_text()[-4000:]

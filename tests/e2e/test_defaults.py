@@ -12,7 +12,8 @@ from tests.conftest import disk_directory
 from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
 from tests.e2e.workload import SHORT, kv_tokens
-from tests.kit.engine import Engine, environment
+from tests.kit.engine import Engine
+from tests.kit.forks import environment
 from vllm_ssdkv.base import host
 from vllm_ssdkv.connector.scheduler.hit_verifier import FIRST_HITS
 from vllm_ssdkv.store.placement import reconcile

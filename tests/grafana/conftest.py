@@ -25,6 +25,7 @@ from openai.types import Batch
 
 from tests.conftest import disk_directory
 from tests.faults import set_faults
+from tests.kit.forks import Program
 from tests.kit.server import Running, free_port, server
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.grafana.board import Panel
@@ -253,8 +254,6 @@ def serving(scratch: Path) -> Iterator[Server]:
     }
     command = [str(Path(sys.executable).parent / "vllm"), "serve", str(recall.MODEL_DIR)]
     command += ["--enforce-eager", "--max-model-len", str(MAX_LEN), "--block-size", "32"]
-    # One process fewer that imports vLLM.
-    command += ["--distributed-executor-backend", "uni"]
     command += ["--kv-transfer-config", json.dumps(transfer)]
     variables = {
         **os.environ,
@@ -262,7 +261,7 @@ def serving(scratch: Path) -> Iterator[Server]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_PLUGINS": "ssdkv,ssdkv_batch",
     }
-    with server(command, variables, scratch, scratch / "serve.log") as running:
+    with server(command, variables, scratch, scratch / "serve.log", Program) as running:
         yield Server(running, devices, control, scratch / "jobs")
 
 

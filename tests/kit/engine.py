@@ -8,16 +8,12 @@ The others are what a user gets: an engine core and one worker process per rank.
 from __future__ import annotations
 
 import atexit
-import contextlib
-import ctypes
 import gc
 import importlib
 import json
-import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +26,7 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
+from tests.kit.forks import environment, forked_spawns
 from vllm_ssdkv.connector.metrics import stats_collector
 from vllm_ssdkv.store.devices import throughput
 
@@ -57,21 +54,6 @@ def token_bytes(model: Path, dtype: str) -> int:
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     width = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
     return int(config["num_hidden_layers"] * kv_heads * head_dim * 2 * width)
-
-
-@contextlib.contextmanager
-def environment(**values: str) -> Iterator[None]:
-    """Set environment variables for a while."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 class Shared:
@@ -130,13 +112,6 @@ def preload() -> None:
         importlib.import_module(name)
     SHARED.replace_kernels()
     SHARED.start()
-
-
-def end_with_parent() -> None:
-    """Have the kernel kill this process when the one that forked it ends, however it does."""
-    pr_set_pdeathsig = 1
-    if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL):
-        raise OSError(ctypes.get_errno(), "prctl")
 
 
 class Engine:
@@ -199,7 +174,7 @@ class Engine:
         if in_process:
             stats_collector.TELL_INTERVAL_S = 0.0
         try:
-            with environment(**variables):
+            with environment(**variables), forked_spawns():
                 self.llm = LLM(str(model), dtype=dtype, **settings)
         except BaseException:
             self._clean()

@@ -1,34 +1,21 @@
-"""An engine in a process that a test can stop and kill, told what to do by lines of JSON.
-
-Run as a module it is the process that such engines are forked from: it has imported vLLM once.
-"""
+"""An engine in a process that a test can stop and kill, told what to do."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
-import functools
-import json
+import multiprocessing
 import os
-import queue
-import select
-import shutil
 import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.kit.alone import environment_with_tests
-from tests.kit.engine import MAX_TOKENS, Engine, Tokens, end_with_parent, preload
+from tests.kit.engine import MAX_TOKENS, Engine, Tokens
+from tests.kit.forks import ForkedProcess, to_log
 from tests.node.networks import enter
 from vllm_ssdkv.node.client import awaited_chains
 
@@ -41,57 +28,6 @@ COUNTED_LATER = {"device_lost", "device_returned"}
 
 LEASE_S = 3.0
 """Of the node that tests share."""
-
-
-class Forked:
-    """A process that somebody else has forked."""
-
-    def __init__(self, pid: int) -> None:
-        self._descriptor = os.pidfd_open(pid)
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal, if it runs."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._descriptor, number)  # type: ignore[attr-defined]
-
-    def kill(self) -> None:
-        """Kill it, if it runs."""
-        self.send_signal(signal.SIGKILL)
-
-    def wait(self) -> None:
-        """Wait for its end."""
-        if not select.select([self._descriptor], [], [], PATIENCE_S)[0]:
-            raise TimeoutError("a process that was killed does not end")
-
-
-class Forks:
-    """The process that engines are forked from. It ends with this one, and they with it."""
-
-    def __init__(self) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="ssdkv-forks-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.settimeout(PATIENCE_S)
-        self._lock = threading.Lock()
-        with theirs:
-            subprocess.Popen(
-                [sys.executable, "-P", "-m", "tests.kit.engine_process", str(theirs.fileno())],
-                env=environment_with_tests(folder),
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-            )
-
-    def fork(self, order: Mapping[str, object], *files: int) -> Forked:
-        """Have an engine forked, with these files as its standard input, output and error."""
-        with self._lock:
-            socket.send_fds(self._control, [json.dumps(order).encode()], files)
-            return Forked(int(self._control.recv(64)))
-
-
-@functools.cache
-def forks() -> Forks:
-    """The one of this process."""
-    return Forks()
 
 
 class EngineProcess:
@@ -111,32 +47,15 @@ class EngineProcess:
             ssdkv: Options of the connector.
             log: File that gets what the engine says.
             namespace: Network namespace that it runs in, if not in this one.
-            engine: Further arguments of :class:`Engine`, of JSON.
+            engine: Further arguments of :class:`Engine`.
         """
         given = {"kv_tokens": KV_TOKENS, "enable_prefix_caching": False, **engine}
-        order = {
-            "model": str(model),
-            "ssdkv": dict(ssdkv),
-            "engine": given,
-            "namespace": namespace,
-        }
-        orders, to_it = os.pipe()
-        from_it, said = os.pipe()
-        self._orders, self._said = os.fdopen(to_it, "w"), os.fdopen(from_it)
-        with log.open("ab") as file:
-            self.process = forks().fork(order, orders, said, file.fileno())
-        os.close(orders)
-        os.close(said)
+        self._orders, theirs = multiprocessing.Pipe()
+        order = (theirs, log, namespace, model, {"ssdkv": dict(ssdkv), **given})
+        self.process = ForkedProcess(target=serve, args=order)
+        self.process.start()
+        theirs.close()
         self._log = log
-        self._results: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        with self._said:
-            for line in self._said:
-                if line.startswith("RESULT "):
-                    self._results.put(line.removeprefix("RESULT "))
-        self._results.put(None)
 
     def __enter__(self) -> EngineProcess:
         return self
@@ -152,16 +71,14 @@ class EngineProcess:
     def kill(self) -> None:
         """Kill it, and wait for its end."""
         self.process.kill()
-        self.process.wait()
-        with contextlib.suppress(BrokenPipeError):  # an order that it did not read
-            self._orders.close()
+        self.process.join()
+        self._orders.close()
 
-    def order(self, **what: Any) -> None:  # noqa: ANN401 - JSON
+    def order(self, **what: Any) -> None:  # noqa: ANN401 - what :func:`serve` knows
         """Give it something to do."""
-        self._orders.write(json.dumps(what) + "\n")
-        self._orders.flush()
+        self._orders.send(what)
 
-    def result(self, patience_s: float = PATIENCE_S) -> Any:  # noqa: ANN401 - JSON
+    def result(self, patience_s: float = PATIENCE_S) -> Any:  # noqa: ANN401 - of any order
         """Take the result of the oldest order that was not asked for yet.
 
         Raises:
@@ -169,18 +86,17 @@ class EngineProcess:
             TimeoutError: the time ran out; the log has what its threads do.
         """
         try:
-            line = self._results.get(timeout=patience_s)
-        except queue.Empty:
-            self.process.send_signal(signal.SIGUSR1)
-            time.sleep(1.0)
-            raise TimeoutError(f"the engine hangs:\n{self._log.read_text()[-12000:]}") from None
-        if line is None:
-            raise RuntimeError(f"the engine has ended:\n{self._log.read_text()[-4000:]}")
-        return json.loads(line)
+            if self._orders.poll(patience_s):
+                return self._orders.recv()
+        except (EOFError, ConnectionResetError):
+            raise RuntimeError(f"the engine has ended:\n{self._log.read_text()[-4000:]}") from None
+        self._signal(signal.SIGUSR1)
+        time.sleep(1.0)
+        raise TimeoutError(f"the engine hangs:\n{self._log.read_text()[-12000:]}")
 
     def answered(self) -> bool:
         """Check whether a result waits to be taken."""
-        return not self._results.empty()
+        return self._orders.poll(0)
 
     def answers(
         self, prompts: Sequence[Tokens], tokens: int = MAX_TOKENS
@@ -191,7 +107,7 @@ class EngineProcess:
 
     def ordered_answers(self, patience_s: float = PATIENCE_S) -> list[tuple[tuple[int, ...], int]]:
         """The same, of prompts that were ordered before."""
-        return [(tuple(tokens), cached) for tokens, cached in self.result(patience_s)]
+        return list(self.result(patience_s))
 
     def metric(self, name: str, **labels: str) -> float:
         """One of our metrics, summed over the samples that have these labels."""
@@ -211,87 +127,51 @@ class EngineProcess:
 
     def stop(self) -> None:
         """Stop it, as a machine that swaps does."""
-        self.process.send_signal(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
         """Let it go on."""
-        self.process.send_signal(signal.SIGCONT)
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
 
 
-def serve(given: Mapping[str, Any]) -> None:
-    """Carry out orders until there are no more."""
+def serve(
+    orders: Connection,
+    log: Path,
+    namespace: str | None,
+    model: Path,
+    given: Mapping[str, Any],
+) -> None:
+    """In the process: carry out orders until there are no more."""
+    to_log(log)
     faulthandler.register(signal.SIGUSR1)
-    if given["namespace"] is not None:
-        enter(given["namespace"])
-    with Engine(Path(given["model"]), ssdkv=given["ssdkv"], **given["engine"]) as engine:
-        for line in sys.stdin:
-            order = json.loads(line)
-            if "patience" in order:
-                vars(awaited_chains).update(PATIENCE=order["patience"], STALL_S=order["patience"])
-                result: Any = None
-            elif "metric" in order:
-                # A step brings the numbers up to date.
-                engine.answers([[1] * 8], 1)
-                try:
-                    result = engine.ssdkv(order["metric"], **order["labels"])
-                except KeyError:
-                    if order["metric"] not in COUNTED_LATER:
-                        raise
-                    result = 0.0
-            elif "reset" in order:
-                result = engine.llm.reset_prefix_cache(reset_connector=True)
-            else:
-                tokens = order.get("tokens", MAX_TOKENS)
-                result = [(a.tokens, a.cached) for a in engine.answers(order["prompts"], tokens)]
-                engine.settle()
-            # One write: `print` lets a log record of another thread in before the end of the line.
-            sys.stdout.write(f"RESULT {json.dumps(result)}\n")
-            sys.stdout.flush()
+    if namespace is not None:
+        enter(namespace)
+    with Engine(model, **given) as engine, contextlib.suppress(EOFError):
+        while True:
+            orders.send(carried_out(engine, orders.recv()))
 
 
-def forked(order: bytes, files: Sequence[int]) -> None:
-    """A new process: an engine, and its end."""
-    code = 1
-    try:
-        end_with_parent()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number, file in enumerate(files):
-            os.dup2(file, number)
-            os.close(file)
-        serve(json.loads(order))
-        code = 0
-    except BaseException:  # noqa: BLE001 - the log has it
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def reap(*_: object) -> None:
-    """Let engines that have ended go."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
-def main() -> None:
-    """Fork an engine for each order, until nobody is there to give one."""
-    control = socket.socket(fileno=int(sys.argv[1]))
-    preload()
-    sys.stdout.flush()  # or each engine would say the same again
-    signal.signal(signal.SIGCHLD, reap)
-    while True:
-        order, files, *_ = socket.recv_fds(control, 1 << 20, 3)
-        if not order:
-            return
-        pid = os.fork()
-        if pid == 0:
-            control.close()
-            forked(order, files)
-        for file in files:
-            os.close(file)
-        control.send(str(pid).encode())
-
-
-if __name__ == "__main__":
-    main()
+def carried_out(engine: Engine, order: Mapping[str, Any]) -> object:
+    """The result of one order."""
+    if "patience" in order:
+        vars(awaited_chains).update(PATIENCE=order["patience"], STALL_S=order["patience"])
+        return None
+    if "metric" in order:
+        # A step brings the numbers up to date.
+        engine.answers([[1] * 8], 1)
+        try:
+            return engine.ssdkv(order["metric"], **order["labels"])
+        except KeyError:
+            if order["metric"] not in COUNTED_LATER:
+                raise
+            return 0.0
+    if "reset" in order:
+        return engine.llm.reset_prefix_cache(reset_connector=True)
+    found = engine.answers(order["prompts"], order.get("tokens", MAX_TOKENS))
+    engine.settle()
+    return [(answer.tokens, answer.cached) for answer in found]

@@ -10,9 +10,11 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.kit.forks import Program
 
 START_S = 420.0
 
@@ -64,22 +66,33 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@contextlib.contextmanager
-def server(
+def started(
     command: list[str], variables: Mapping[str, str], cwd: Path, log: Path
-) -> Iterator[Running]:
-    """A running `vllm serve`, on a free port. Ended, with its children, in any case."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
+) -> subprocess.Popen[bytes]:
+    """A program as users start it, in a session of its own."""
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", str(port)],
+        return subprocess.Popen(
+            command,
             env=variables,
             cwd=cwd,
             stdout=output,
             stderr=output,
             start_new_session=True,
         )
+
+
+@contextlib.contextmanager
+def server(
+    command: list[str],
+    variables: Mapping[str, str],
+    cwd: Path,
+    log: Path,
+    start: Callable[..., subprocess.Popen[bytes] | Program] = started,
+) -> Iterator[Running]:
+    """A running `vllm serve`, on a free port. Ended, with its children, in any case."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    process = start([*command, "--host", "127.0.0.1", "--port", str(port)], variables, cwd, log)
     try:
         deadline = time.monotonic() + START_S
         while not healthy(url):
