@@ -199,6 +199,56 @@ def test_low_floors_import_little(place: str) -> None:
     assert found == {}
 
 
+PLACES = tuple(
+    f"vllm_ssdkv.{place}."
+    for place in (
+        "store",
+        "node",
+        "offload",
+        "connector.worker.rank_store",
+        "connector.worker.node_rank",
+    )
+)
+"""Where the classes are that keep blocks, or attend, in one place or another."""
+
+
+def asked_for(source: str) -> set[str]:
+    """Classes of :data:`PLACES` that ``source`` asks objects for."""
+    tree = ast.parse(source)
+    full = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    asked = [
+        node.args[1]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("isinstance", "issubclass")
+    ]
+    asked += [node.cls for node in ast.walk(tree) if isinstance(node, ast.MatchClass)]
+    names = {part.id for one in asked for part in ast.walk(one) if isinstance(part, ast.Name)}
+    return {name for name in names if full.get(name, "").startswith(PLACES)}
+
+
+def test_the_connector_does_not_ask_where_blocks_are() -> None:
+    """It has the part that only a store in this process has, or none."""
+    found = {
+        file: names
+        for file, path in modules().items()
+        if file.startswith("connector/") and (names := asked_for(path.read_text()))
+    }
+    assert found == {}
+
+
+def test_a_question_where_blocks_are_is_seen() -> None:
+    source = "from vllm_ssdkv.store.tiered_store import TieredStore\n"
+    assert asked_for(f"{source}isinstance(store, int | TieredStore)") == {"TieredStore"}
+    assert asked_for(f"{source}isinstance(store.size, int)") == set()
+
+
 @pytest.mark.parametrize(
     ("source", "names"),
     [

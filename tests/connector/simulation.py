@@ -64,6 +64,7 @@ from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.segment import Extent, Segment
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.index.slot_index import SlotIndex
+from vllm_ssdkv.store.own_store import OwnStore
 from vllm_ssdkv.store.placement.placement import Placement
 from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 from vllm_ssdkv.store.write_policy import WritePolicy
@@ -261,7 +262,12 @@ class Simulation:
                 BLOCK, MAX_MODEL_LEN, ranks, Speculation.of(config, BLOCK), x_share=x_share
             ),
             SchedulerStore(
-                self.index, self.rebalancer, paths, suspension, self.write_policy, counters
+                self.index,
+                self.rebalancer,
+                suspension,
+                self.write_policy,
+                counters,
+                own=OwnStore.of(self.index, self.rebalancer, paths, counters, whole=self.paged),
             ),
             RankIdentities(Fingerprint({}), [WEIGHTS] * ranks),
             self.choice,

@@ -22,8 +22,9 @@ from tests.kit.node import NodeProcess
 from tests.lanes import ENGINE
 from tests.store.unhurried import open_unhurried_engines
 from vllm_ssdkv.connector.attention_backend import PagedMetadata, PagedMetadataBuilder
-from vllm_ssdkv.connector.scheduler import context_recovery, page_admission, scheduler
+from vllm_ssdkv.connector.scheduler import context_recovery, page_admission
 from vllm_ssdkv.connector.worker import layer_copy
+from vllm_ssdkv.store import own_store
 from vllm_ssdkv.store.devices import health
 
 
@@ -43,7 +44,7 @@ def _impatient() -> Iterator[None]:
         patch.setattr(health, "FIRST_RETRY_S", 0.05)
         patch.setattr(health, "LAST_RETRY_S", 0.2)
         patch.setattr(page_admission, "WRITES_DEADLINE_S", 0.5)
-        patch.setattr(scheduler, "RETURN_S", 0.5)
+        patch.setattr(own_store, "RETURN_S", 0.5)
         patch.setattr(context_recovery, "LOST_S", 1.0)
         yield
 

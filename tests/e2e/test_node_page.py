@@ -17,7 +17,7 @@ from tests.kit.engine import Answer, Engine
 from tests.kit.engine_process import LEASE_S
 from tests.kit.node import NodeProcess
 from vllm_ssdkv.cli.main import app as cli
-from vllm_ssdkv.connector.scheduler import scheduler
+from vllm_ssdkv.store import own_store
 
 WINDOW = 128
 CHUNK = 256
@@ -110,7 +110,7 @@ def test_the_only_node_dies_and_comes_back_under_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With one copy their contexts are computed again, when the node is back."""
-    monkeypatch.setattr(scheduler, "RETURN_S", 60.0)
+    monkeypatch.setattr(own_store, "RETURN_S", 60.0)
     wanted = tokens(stock.answers("llama", SHORT))
     with engine(models["llama"], nodes[3:], tmp_path / "state") as here:
         again = threading.Timer(2.0, nodes[3].start)

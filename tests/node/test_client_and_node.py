@@ -15,7 +15,7 @@ from tests.kit.waiting import until
 from tests.node.waits import new_keys, unknown
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.node import NodeConfig
-from vllm_ssdkv.node.client.remote_index import RemoteIndex, RemotePlacement
+from vllm_ssdkv.node.client.remote_index import RemoteIndex
 from vllm_ssdkv.node.client.remote_store import RemoteStore
 from vllm_ssdkv.node.client.session import Peer
 from vllm_ssdkv.node.protocol.address import Address
@@ -99,7 +99,7 @@ class Engine:
 
     def find(self, keys: list[bytes]) -> int:
         """Count those of these that are found."""
-        RemotePlacement(self.index).step()
+        self.index.step()
         return len(self.index.lookup(keys))
 
     def load(self, keys: list[bytes]) -> LoadOutcome:
@@ -181,7 +181,7 @@ def test_a_reset_is_of_one_engine(engines: Callable[..., Engine]) -> None:
     keys, others = new_keys(4), new_keys(2)
     second.save(second.claim(keys), keys)
     assert (first.find(keys), first.index.last(keys, 0, 4, [0])) == (4, 4)
-    RemotePlacement(first.index).forget_stored()
+    first.index.forget_stored()
     assert (first.find(keys), first.index.last(keys, 0, 4, [0])) == (0, 0)
     assert (second.find(keys), second.index.last(keys, 0, 4, [0])) == (4, 4)
     second.save(second.claim(others), others)
@@ -201,7 +201,7 @@ def test_a_reset_is_of_one_engine(engines: Callable[..., Engine]) -> None:
 def test_a_reset_holds_in_later_sessions(engines: Callable[..., Engine]) -> None:
     engine = engines()
     keys = new_keys(2)
-    RemotePlacement(engine.index).forget_stored()
+    engine.index.forget_stored()
     engine.save(engine.claim(keys), keys)
     assert engine.find(keys) == 2
     link = engine.index.members[0].link
@@ -216,7 +216,7 @@ def test_a_request_does_not_wait_for_what_it_may_not_find(engines: Callable[...,
     first, second = engines(), engines()
     keys = new_keys(2)
     slots = first.claim(keys)
-    RemotePlacement(second.index).forget_stored()
+    second.index.forget_stored()
     assert not second.index.awaits("a", keys, unknown)
     assert first.index.awaits("b", keys, unknown), "others do"
     first.save(slots, keys)

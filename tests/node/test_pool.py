@@ -18,7 +18,7 @@ from tests.node.waits import new_keys, unknown
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.node import NodeConfig
-from vllm_ssdkv.node.client.remote_index import RemoteIndex, RemotePlacement
+from vllm_ssdkv.node.client.remote_index import RemoteIndex
 from vllm_ssdkv.node.client.remote_store import RemoteStore
 from vllm_ssdkv.node.client.rendezvous import Rendezvous
 from vllm_ssdkv.node.client.session import Peer, Session
@@ -128,7 +128,7 @@ class Engine:
         return done, failed
 
     def step(self) -> None:
-        RemotePlacement(self.index).step()
+        self.index.step()
 
     def find(self, keys: list[bytes]) -> int:
         """Count those of these that are found."""
@@ -395,7 +395,7 @@ def test_a_reset_is_of_one_engine_on_every_node(engines: Callable[..., Engine]) 
     keys = new_keys(3 * RUN_BLOCKS)
     second.save(keys)
     assert first.find(keys) == len(keys)
-    RemotePlacement(first.index).forget_stored()
+    first.index.forget_stored()
     first.step()
     assert first.find(keys) == 0
     assert second.find(keys) == len(keys)

@@ -14,7 +14,7 @@ from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.kv_layout import KVLayout
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerStore
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
-from vllm_ssdkv.node.client.remote_index import RemoteIndex, RemotePlacement
+from vllm_ssdkv.node.client.remote_index import RemoteIndex
 from vllm_ssdkv.node.client.remote_store import RemoteStore
 from vllm_ssdkv.node.client.session import Peer, as_name
 from vllm_ssdkv.node.protocol.address import Address
@@ -117,13 +117,11 @@ def open_remote_index(
     # What is written, and how much, the node decides.
     policy = WritePolicy(config, [], WearLedger(None, [], counters), [], index.num_slots, counters)
     suspension = Suspension(
-        index,
+        None,
         counters,
         lambda _: None,
         [],
         way_out="other engines go on with the node and verify hits for themselves; find out why "
         "this one computes otherwise, and start it again",
     )
-    placement = RemotePlacement(index)
-    opened = SchedulerStore(index, placement, [], suspension, policy, counters, index.name_key)
-    return opened, weights
+    return SchedulerStore(index, index, suspension, policy, counters, index.name_key), weights

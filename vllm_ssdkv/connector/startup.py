@@ -64,6 +64,7 @@ from vllm_ssdkv.store.format.slot_geometry import SlotGeometry, round_up
 from vllm_ssdkv.store.memory.memory_plan import MemoryPlan
 from vllm_ssdkv.store.memory.summary_rows import device_row_bytes
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
+from vllm_ssdkv.store.own_store import OwnStore, owned
 from vllm_ssdkv.store.write_policy import open_write_policy
 
 if TYPE_CHECKING:
@@ -326,14 +327,15 @@ def _open_store(config: SSDKVConfig, found: _Identity, stack: ExitStack) -> Sche
     policy = open_write_policy(found.place, rebalancer.placement, index.num_slots, counters)
     stack.callback(policy.close)
     manifest = found.place.stored()
+    paths, whole = [device.path for device in manifest.devices], config.mode == "page"
     return SchedulerStore(
         index,
         rebalancer,
-        [device.path for device in manifest.devices],
         Suspension(index, counters, found.place.suspend, [found.place.state], manifest.suspended),
         policy,
         counters,
         found.place.name_key(),
+        OwnStore.of(index, rebalancer, paths, counters, whole=whole),
     )
 
 
@@ -346,9 +348,10 @@ def _check_room(found: _Identity, store: SchedulerStore, max_model_len: int) -> 
     """
     block_tokens = found.layout.block_tokens
     longest = max_model_len // block_tokens + 1
-    gauges = store.index.gauges()
+    own = owned(store.own)
+    gauges = own.index.gauges()
     slots = gauges["free"] + gauges["evictable"]  # a suspended store gives up nothing
-    slots += store.rebalancer.slots_to_come
+    slots += own.rebalancer.slots_to_come
     if slots >= longest:
         return
     if store.suspension:

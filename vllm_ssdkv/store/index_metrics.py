@@ -36,7 +36,7 @@ class CountedIndex(Protocol):
         """Events since the start, by name."""
 
     def gauges(self) -> dict[str, int]:
-        """Numbers of slots by state, and of the journal; empty: the store's owner tells them."""
+        """Numbers of slots by state, and of the journal."""
 
 
 class GrowingPlacement(Protocol):
@@ -45,6 +45,12 @@ class GrowingPlacement(Protocol):
     @property
     def slots_to_come(self) -> int:
         """Slots that the store may yet grow by."""
+
+
+def start_at_zero(counters: Counters) -> None:
+    """Let the counters of an index exist where it is elsewhere."""
+    for metric, _, labels in _COUNTERS:
+        counters.add(metric, 0, **labels)
 
 
 class IndexMetrics:
@@ -58,9 +64,7 @@ class IndexMetrics:
 
     def update(self) -> None:
         """Bring the metrics up to date."""
-        gauges = self._index.gauges()
-        if gauges:
-            self._tell_slots(gauges)
+        self._tell_slots(self._index.gauges())
         counts = self._index.counters
         for metric, count, labels in _COUNTERS:
             total = counts.get(count, 0)

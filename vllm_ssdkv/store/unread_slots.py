@@ -9,7 +9,8 @@ from typing import Final
 import numpy as np
 
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.store.block_index import BlockIndex, SlotPlacement, embedded
+from vllm_ssdkv.store.index.slot_index import SlotIndex
+from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 
 RETRY_S: Final = 10.0
 """Seconds for which a slot is not found after a read of it has failed."""
@@ -29,8 +30,8 @@ class UnreadSlots:
 
     def __init__(
         self,
-        index: BlockIndex,
-        placement: SlotPlacement,
+        index: SlotIndex,
+        placement: Rebalancer,
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -53,7 +54,7 @@ class UnreadSlots:
         ]
         if not held:
             return
-        index, slots = embedded(self._index), np.array(held, dtype=np.int64)
+        index, slots = self._index, np.array(held, dtype=np.int64)
         if index.available() < len(held):
             index.drop(slots)
             self._counters.add("slots_dropped", len(held), cause="read_error")
@@ -74,7 +75,7 @@ class UnreadSlots:
         """Drop all of them, because a request needs room; whether there were any."""
         slots = list(self._due)
         if slots:
-            index = embedded(self._index)
+            index = self._index
             before = index.counters["dropped"]
             index.drop(np.array(slots, dtype=np.int64))
             dropped = index.counters["dropped"] - before

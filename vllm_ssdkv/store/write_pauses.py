@@ -47,7 +47,7 @@ class WritePauses:
 
     def __init__(
         self,
-        placement: WrittenPlacement | None,
+        placement: WrittenPlacement,
         weights: DeviceWeights,
         *,
         whole: bool,
@@ -55,7 +55,7 @@ class WritePauses:
     ):
         """
         Args:
-            placement: Of the slots; None where a node has them, which pauses by itself.
+            placement: Of the slots.
             weights: Says which devices are out of use: nothing is to be written to these.
             whole: Whether writes count as paused where any slot cannot be written, as for contexts,
                 which need all of theirs; else where none can.
@@ -94,7 +94,7 @@ class WritePauses:
     def _stops(self, devices: set[int]) -> bool:
         """Check whether writes are paused because they are for these devices."""
         placement, devices = self._placement, devices - self._weights.lost
-        if not devices or placement is None:
+        if not devices:
             return False
         if self._known_of is not placement.segments:
             self._known, self._known_of = {}, placement.segments

@@ -35,9 +35,11 @@ from tests.connector.symbols import answer
 from tests.e2e.models import make_llama
 from vllm_ssdkv.base.errors import StoreFailedError
 from vllm_ssdkv.connector.messages import BACKGROUND, PROBE, RankReport, Row
-from vllm_ssdkv.connector.scheduler import context_recovery, scheduler
+from vllm_ssdkv.connector.scheduler import context_recovery
+from vllm_ssdkv.store import own_store
 from vllm_ssdkv.store.index.journal import Journal
 from vllm_ssdkv.store.index.slot_index import SlotIndex
+from vllm_ssdkv.store.own_store import owned
 from vllm_ssdkv.store.unread_slots import RETRY_S
 
 RUNS = 25
@@ -802,7 +804,7 @@ def test_a_store_too_small_to_spare_a_slow_device_does_not(page: Make) -> None:
 
 def test_a_store_that_can_serve_nobody_says_so(page: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """When nobody waits any more for the device to come back."""
-    monkeypatch.setattr(scheduler, "RETURN_S", 0.0)
+    monkeypatch.setattr(own_store, "RETURN_S", 0.0)
     run = page(slots=20)
     run.lose_device(1)
     run.add("a", prompt(20), 4)
@@ -975,7 +977,7 @@ def test_a_load_that_failed_takes_nothing_from_the_store(
     assert hits(run, "b") == [6, 2], "one try of all, and one of what is still found"
     run.ranks[1].failing.clear()
     now = time.monotonic() + RETRY_S
-    monkeypatch.setattr(run.ours._parts.unread, "_clock", lambda: now)
+    monkeypatch.setattr(owned(run.ours._parts.store.own).unread, "_clock", lambda: now)
     run.empty_hbm()
     run.add("c", prompt(100), 1)
     end(run, "c")

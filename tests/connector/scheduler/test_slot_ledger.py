@@ -26,7 +26,7 @@ class Rig:
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
-        self.ledger = SlotLedger(self.index, 1, self.draft, self.counters)
+        self.ledger = SlotLedger(self.index, self.index, 1, self.draft, self.counters)
 
     def publish(self, key: bytes, *, needed: bool = False) -> int:
         slot = self.ledger.allocate(7)
@@ -106,7 +106,7 @@ class NodeSlots:
 
 def test_a_slot_that_another_session_gives_anew_is_pinned_for_the_new_block_alone() -> None:
     index: Any = NodeSlots()
-    ledger = SlotLedger(index, 1, StepDraft(), Counters())
+    ledger = SlotLedger(index, None, 1, StepDraft(), Counters())
     of: Any = None
     ledger.claim([(KEY, 7)], of, again=False)
     index.session = 2

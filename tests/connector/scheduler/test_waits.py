@@ -20,6 +20,7 @@ from vllm_ssdkv.base.wait_reason import WaitReason
 from vllm_ssdkv.connector.scheduler import page_admission
 from vllm_ssdkv.connector.scheduler.match import Hit, Match, Miss, Wait
 from vllm_ssdkv.connector.scheduler.wait_counter import WaitCounter
+from vllm_ssdkv.store.own_store import owned
 
 Configs = dict[str, VllmConfig]
 
@@ -244,7 +245,7 @@ def test_writes_that_never_go_on_cost_the_device_or_end_the_engine(
     monkeypatch.setattr(page_admission, "WRITES_DEADLINE_S", 0.0)
     run.run()
     assert run.finished >= {"waits"}, "it goes on with the other devices"
-    path = run.ours._parts.weights.paths[0]
+    path = owned(run.ours._parts.store.own).weights.paths[0]
     assert run.ours.counters.total("device_lost", device=path) == 1
     run.ranks[0].report.writing += [(device, 3600.0) for device in range(1, devices)]
     run.add("tells again", prompt(20, 2), 4)

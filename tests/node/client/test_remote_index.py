@@ -14,7 +14,7 @@ from tests.node.client.scripted_node import SLOTS, Connection, ScriptedNode
 from tests.node.waits import unknown
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.node.client.remote_index import RemoteIndex, RemotePlacement
+from vllm_ssdkv.node.client.remote_index import RemoteIndex
 from vllm_ssdkv.node.client.session import CALL_S
 from vllm_ssdkv.node.protocol.channel import Frame
 from vllm_ssdkv.node.protocol.messages import (
@@ -37,7 +37,6 @@ from vllm_ssdkv.node.protocol.messages import (
     unpack_keys,
 )
 from vllm_ssdkv.store.index.slot_index import FULL, TAKEN, SlotState
-from vllm_ssdkv.store.index_metrics import IndexMetrics
 
 KEYS = [bytes([i]) * 32 for i in range(6)]
 STORED = {KEYS[0]: (3, 30), KEYS[1]: (4, 40)}
@@ -105,7 +104,7 @@ def test_a_prefix_is_found_once_a_step(node: ScriptedNode, index: RemoteIndex) -
     assert index.epochs(np.array([3, 4])).tolist() == [30, 40]
     assert index.find(KEYS[1]) == 4
     assert index.key(4) == KEYS[1]
-    RemotePlacement(index).step()
+    index.step()
     assert index.find(KEYS[1]) is None
     assert index.lookup(KEYS).tolist() == [3, 4]
     assert len(of_kind(node, Lookup)) == 2
@@ -140,7 +139,7 @@ def test_a_node_that_is_gone_has_nothing_and_comes_back(
 ) -> None:
     index.pin(index.lookup(KEYS[:2]))
     node.kill()
-    RemotePlacement(index).step()
+    index.step()
     begun = time.monotonic()
     assert index.lookup(KEYS).tolist() == []
     assert index.claim(KEYS).tolist() == [TAKEN] * len(KEYS)
@@ -169,7 +168,7 @@ def test_pins_of_a_session_that_has_ended_are_not_those_of_the_next(
     node.start()
     monkeypatch.setitem(STORED, KEYS[0], (3, 31))
     monkeypatch.setitem(STORED, KEYS[1], (7, 71))
-    RemotePlacement(index).step()
+    index.step()
     until(lambda: index.lookup(KEYS[:2]).tolist() == [3, 7])
     index.pin(np.array([3, 7]))
     node.told.clear()
@@ -190,7 +189,7 @@ def test_pins_have_the_epochs_under_which_they_were_pinned(
     """The node had given the slot to another block before it heard of the first pin."""
     index.pin(index.lookup(KEYS[:1]))
     monkeypatch.setitem(STORED, KEYS[0], (3, 31))
-    RemotePlacement(index).step()
+    index.step()
     index.pin(index.lookup(KEYS[:1]))
     for _ in range(2):
         index.unpin(np.array([3]))
@@ -311,11 +310,9 @@ def test_a_request_waits_for_what_others_compute(
 
 
 def test_numbers_of_the_store_are_the_nodes_to_tell(index: RemoteIndex, counters: Counters) -> None:
-    IndexMetrics(index, RemotePlacement(index), counters).update()
     assert not [name for name in counters.take_gauges() if "slots" in name or "journal" in name]
     assert counters.total("slots_stored") == 0
     index.durable(np.array([3, 4]))
-    IndexMetrics(index, RemotePlacement(index), counters).update()
     assert counters.total("slots_stored") == 2
     assert index.num_slots == SLOTS
 
@@ -332,7 +329,7 @@ def test_a_reset_is_told_to_each_later_session_first(
     node: ScriptedNode, index: RemoteIndex, counters: Counters
 ) -> None:
     assert index.lookup(KEYS[:1]).tolist() == [3]
-    RemotePlacement(index).forget_stored()
+    index.forget_stored()
     assert index.find(KEYS[0]) is None, "what was found is forgotten, too"
     assert len(of_kind(node, ForgetAll)) == 1
     node.kill()
@@ -349,6 +346,6 @@ def test_a_session_that_cannot_be_told_of_a_reset_is_not_used(
     node.script = lambda connection, message, frame: (
         Touch(b"") if isinstance(message, ForgetAll) else answers(connection, message, frame)
     )
-    RemotePlacement(index).forget_stored()
+    index.forget_stored()
     assert index.lookup(KEYS[:1]).tolist() == []
     assert of_kind(node, Lookup) == []

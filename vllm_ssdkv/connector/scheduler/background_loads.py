@@ -12,8 +12,8 @@ from vllm_ssdkv.connector.messages import PROBE, PROMOTION, SlotArray
 from vllm_ssdkv.connector.scheduler.block_keys import BlockKeys
 from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
-from vllm_ssdkv.store.block_index import BlockIndex
 from vllm_ssdkv.store.index.slot_index import SlotState
+from vllm_ssdkv.store.tier import TierIndex
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -33,7 +33,7 @@ class BackgroundLoads:
     and how much room there is, and say so after such a step.
     """
 
-    def __init__(self, index: BlockIndex, keys_of: BlockKeys, start: StartLoad):
+    def __init__(self, index: TierIndex, keys_of: BlockKeys, start: StartLoad):
         self._index = index
         self._keys_of = keys_of.of
         self._start = start

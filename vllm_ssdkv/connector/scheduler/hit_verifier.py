@@ -20,7 +20,7 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.connector.messages import COMPARED, Comparison
 from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
-from vllm_ssdkv.store.block_index import BlockIndex
+from vllm_ssdkv.store.tier import TierIndex
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -52,7 +52,7 @@ class HitVerifier:
         self,
         every: int,
         most_blocks: int,
-        index: BlockIndex,
+        index: TierIndex,
         unpin: Callable[[Sequence[int]], None],
         counters: Counters,
     ):

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm_ssdkv.connector.scheduler.load_or_recompute import ALL_ATTEND_TO_ALL, HitConstraints
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 from vllm_ssdkv.connector.scheduler.speculation import Speculation
-from vllm_ssdkv.store.block_index import BlockIndex
+from vllm_ssdkv.store.tier import TierIndex
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -94,7 +94,7 @@ class BlockGroups:
     def __init__(
         self,
         managers: Sequence[SingleTypeKVCacheManager],
-        index: BlockIndex,
+        index: TierIndex,
         block_tokens: int,
         speculation: Speculation,
     ):

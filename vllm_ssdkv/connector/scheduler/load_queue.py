@@ -23,7 +23,7 @@ from vllm_ssdkv.connector.scheduler.request_identities import RequestIdentities
 from vllm_ssdkv.connector.scheduler.request_overrides import RequestOverrides
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
-from vllm_ssdkv.store.block_index import BlockIndex
+from vllm_ssdkv.store.tier import TierIndex
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -43,7 +43,7 @@ class LoadQueue:
         self,
         choice: LoadOrRecompute,
         retries: LoadRetries,
-        index: BlockIndex,
+        index: TierIndex,
         requests: Mapping[str, RequestState],
         identities: RequestIdentities,
         asked: RequestOverrides,

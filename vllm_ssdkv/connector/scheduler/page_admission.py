@@ -15,11 +15,8 @@ from vllm_ssdkv.base.errors import StoreError, StoreFailedError
 from vllm_ssdkv.base.wait_reason import WaitReason
 from vllm_ssdkv.connector.scheduler.context_recovery import MAX_RECOMPUTATIONS, ContextRecovery
 from vllm_ssdkv.connector.scheduler.scheduler_parts import EngineFacts, SchedulerStore
-from vllm_ssdkv.store.block_index import embedded, embedded_placement
-from vllm_ssdkv.store.device_weights import DeviceWeights
 from vllm_ssdkv.store.devices.health import WriteState
-from vllm_ssdkv.store.unread_slots import UnreadSlots
-from vllm_ssdkv.store.write_pauses import WritePauses
+from vllm_ssdkv.store.own_store import owned
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -42,20 +39,17 @@ class PageAdmission:
         self,
         store: SchedulerStore,
         engine: EngineFacts,
-        weights: DeviceWeights,
         recovery: ContextRecovery,
-        pauses: WritePauses,
-        unread: UnreadSlots,
         clock: Callable[[], float] = time.monotonic,
     ):
         """``clock``: monotonic seconds."""
-        self._pauses, self._unread, self._clock = pauses, unread, clock
+        own, self._clock = owned(store.own), clock
+        self._index, self._rebalancer = own.index, own.rebalancer
+        self._weights, self._pauses, self._unread = own.weights, own.pauses, own.unread
+        self._recovery = recovery
         self._stands_since = self._asked_at = -math.inf
-        self._index = embedded(store.index)
-        self._rebalancer = embedded_placement(store.rebalancer)
         self._counters, self._suspension = store.counters, store.suspension
         self._block, self._max_tokens = engine.block_tokens, engine.max_model_len
-        self._weights, self._recovery = weights, recovery
 
     def blocks_needed(self, request: Request) -> int:
         """Slots that the request may take, at most."""

@@ -22,7 +22,7 @@ from vllm_ssdkv.connector.scheduler.page_admission import PageAdmission
 from vllm_ssdkv.connector.scheduler.pending_context_loads import PendingContextLoads
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerParts
-from vllm_ssdkv.store.block_index import embedded, embedded_placement
+from vllm_ssdkv.store.own_store import owned
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -36,20 +36,13 @@ class PagePolicy:
     whole_hits = True
 
     def __init__(self, parts: SchedulerParts):
-        self._parts = parts
-        self._index, self._slots = embedded(parts.store.index), parts.slots
+        self._parts, self._own = parts, owned(parts.store.own)
+        self._index, self._slots = self._own.index, parts.slots
         self._requests, self._draft = parts.requests, parts.draft
         self._keys = parts.identities.keys
         self._block = parts.engine.block_tokens
         self._recovery = ContextRecovery(parts.store.counters)
-        self._admission = PageAdmission(
-            parts.store,
-            parts.engine,
-            parts.weights,
-            self._recovery,
-            parts.pauses,
-            parts.unread,
-        )
+        self._admission = PageAdmission(parts.store, parts.engine, self._recovery)
         # How many running requests' contexts hold a slot.
         self._in_contexts: Counter[int] = Counter()
         self._arriving = PendingContextLoads()
@@ -79,15 +72,14 @@ class PagePolicy:
         Raises:
             StoreFailedError: there are no others.
         """
-        placement = embedded_placement(self._parts.store.rebalancer)
-        weights, counters = self._parts.weights, self._parts.store.counters
-        devices = self._parts.pauses.devices
+        rebalancer, weights = self._own.rebalancer, self._own.weights
+        devices, counters = self._own.pauses.devices, self._parts.store.counters
         weights.leave(devices)
         for device in devices:
             counters.add("device_lost", 1, device=weights.paths[device])
             counters.set("device_state", 0, device=weights.paths[device])
         slots = np.array(self._slots.writing.slots(), dtype=np.int64)
-        for slot in slots[placement.placement.lost(placement.out_of_use(), slots)].tolist():
+        for slot in slots[rebalancer.placement.lost(rebalancer.out_of_use(), slots)].tolist():
             self._slots.write_failed(slot)
             self.slot_write_failed(slot)
 

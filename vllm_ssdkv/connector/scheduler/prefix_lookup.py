@@ -37,7 +37,9 @@ class PrefixLookup:
         Raises:
             StoreFailedError: the request can never be served any more.
         """
-        self._parts.unread.step()
+        own = self._parts.store.own
+        if own is not None:
+            own.unread.step()
         reason = self._must_wait(request, step)
         if reason is not None:
             return Wait(reason)

@@ -10,6 +10,7 @@ from vllm_ssdkv.connector.messages import COMPARED, FETCH, RankReport
 from vllm_ssdkv.connector.scheduler.mode_policy import ModePolicy
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerParts
 from vllm_ssdkv.store.index.slot_index import SlotState
+from vllm_ssdkv.store.own_store import OwnStore
 
 
 class ReportIntake:
@@ -28,10 +29,12 @@ class ReportIntake:
         self._digested(reports)
         self._compared(reports)
         written: list[int] = []
+        own = self._parts.store.own
         for rank, report in reports:
             self._parts.store.write_policy.wrote(report.written)
             received = [*received, *self._loads.reported(rank, report)]
-            self._of_devices(rank, report)
+            if own is not None:
+                self._of_devices(own, rank, report)
             written += self._of_writes(report)
             self._of_reads(report)
             if report.x_rates is not None:
@@ -45,13 +48,13 @@ class ReportIntake:
         for _ in self._loads.failed(request_ids):
             self._counters.add("recomputed_requests", 1, cause="hit")
 
-    def _of_devices(self, rank: int, report: RankReport) -> None:
-        weights = self._parts.weights
+    def _of_devices(self, own: OwnStore, rank: int, report: RankReport) -> None:
+        weights = own.weights
         for device in report.lost_devices:
             weights.mark_lost(device, rank)
         for device in report.returned_devices:
             weights.mark_returned(device, rank)
-        self._parts.pauses.told(rank, report.writing)
+        own.pauses.told(rank, report.writing)
         weights.update(rank, report.speeds)
 
     def _of_writes(self, report: RankReport) -> list[int]:
@@ -71,7 +74,9 @@ class ReportIntake:
         for slot, epoch in report.bad:
             if epoch in (-1, self._index.epoch(slot)):
                 self._slots.drop(slot, "read_error")
-        self._parts.unread.failed(report.unread)
+        own = self._parts.store.own
+        if own is not None:
+            own.unread.failed(report.unread)
         for request_id in report.poisoned:
             state = self._requests.get(request_id)
             if state is not None:

@@ -32,7 +32,7 @@ class ReusePolicy:
         self._reuses = parts.engine.reuses
         self._groups, self._identities = parts.groups, parts.identities
         self._requests, self._slots, self._draft = parts.requests, parts.slots, parts.draft
-        self._rewriter, self._pauses = parts.rewriter, parts.pauses
+        self._rewriter, self._own = parts.rewriter, parts.store.own
         self._no_room = False
 
     def bind(self, hbm: KVCacheManager) -> None:
@@ -123,7 +123,7 @@ class ReusePolicy:
     def _takes_writes(self, wanted: int) -> bool:
         """Check whether the store takes one block more than these: while writes are on trial, only
         one at a time."""
-        state = self._pauses.state
+        state = WriteState.OPEN if self._own is None else self._own.pauses.state
         if state is WriteState.TRIAL:
             return not (wanted or self._slots.writing)
         return state is WriteState.OPEN

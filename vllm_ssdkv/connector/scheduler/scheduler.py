@@ -42,13 +42,10 @@ from vllm_ssdkv.connector.scheduler.slot_ledger import SlotLedger
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
 from vllm_ssdkv.connector.scheduler.wait_counter import WaitCounter
 from vllm_ssdkv.connector.scheduler.x_admission import XAdmission
-from vllm_ssdkv.store.block_index import BlockIndex, SlotPlacement
-from vllm_ssdkv.store.device_weights import DeviceWeights
 from vllm_ssdkv.store.devices.health import WriteState
-from vllm_ssdkv.store.index.slot_index import SlotIndex
+from vllm_ssdkv.store.own_store import owned
 from vllm_ssdkv.store.placement.rebalancer import Rebalancer
-from vllm_ssdkv.store.unread_slots import UnreadSlots
-from vllm_ssdkv.store.write_pauses import WritePauses
+from vllm_ssdkv.store.tier import TierIndex
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -56,9 +53,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
-
-RETURN_S: Final = 60.0
-"""Wait of requests for devices out of use, where there are no other slots, in seconds."""
 
 _POLICIES: Final[dict[str, type[ReusePolicy] | type[PagePolicy]]] = {
     "reuse": ReusePolicy,
@@ -113,14 +107,14 @@ class SSDKVScheduler:
         return self._parts.store.counters
 
     @property
-    def index(self) -> BlockIndex:
+    def index(self) -> TierIndex:
         """Key to slot, of everything that is stored."""
         return self._parts.store.index
 
     @property
-    def rebalancer(self) -> SlotPlacement:
-        """Placement of slots on the devices, and its changes."""
-        return self._parts.store.rebalancer
+    def rebalancer(self) -> Rebalancer:
+        """Placement of slots on the devices of this engine, and its changes."""
+        return owned(self._parts.store.own).rebalancer
 
     @property
     def requests(self) -> Mapping[str, RequestState]:
@@ -186,8 +180,8 @@ class SSDKVScheduler:
         self._step += 1
         self._look_for_reset()
         self._policy.begin_step()
-        rebalancer, loads, draft = self.rebalancer, self.loads, self._parts.draft
-        rebalancer.step()
+        own, loads, draft = self._parts.store.own, self.loads, self._parts.draft
+        self._parts.store.steps.step()
         for request_id in output.preempted_req_ids or ():
             state = self._parts.requests.get(request_id)
             if state is not None and state.born < self._step:
@@ -215,7 +209,7 @@ class SSDKVScheduler:
         # Not requests that wait for more input, or because the engine is paused: nobody works.
         busy = self._parts.slots.writing or loads or self._parts.rewriter.unfinished
         plan.settled = self._settled = plan.idle and not busy
-        plan.segments = rebalancer.take_segments()
+        plan.segments = None if own is None else own.rebalancer.take_segments()
         return plan
 
     def _scheduled(self, output: SchedulerOutput) -> Iterator[tuple[RequestState, int]]:
@@ -266,7 +260,8 @@ class SSDKVScheduler:
     def _rewrite(self, output: SchedulerOutput) -> None:
         """Store blocks of hits again, behind the step's new blocks."""
         choice, draft = self.loads.choice, self._parts.draft
-        if self._parts.pauses.state is not WriteState.OPEN:
+        own = self._parts.store.own
+        if own is None or own.pauses.state is not WriteState.OPEN:
             return
         for item in self._parts.rewriter.plan(output.num_scheduled_tokens, choice.frames):
             self._parts.slots.unverified.rewrite(item.old, item.new)
@@ -329,8 +324,10 @@ class SSDKVScheduler:
         self._parts.identities.reset()
         self._begin_after_reset()
         if self._parts.config.on_reset == "forget":
-            self._parts.store.rebalancer.forget_stored()
-            self._parts.draft.trim = self._parts.store.index.free_slots()
+            store = self._parts.store
+            store.steps.forget_stored()
+            if store.own is not None:
+                self._parts.draft.trim = store.own.index.free_slots()
             logger.warning(
                 "ssdkv: the cache was reset: nothing that was stored before is found any more "
                 "(on_reset)"
@@ -388,11 +385,11 @@ class SSDKVScheduler:
 
 def _make_rewriter(store: SchedulerStore, slots: SlotLedger) -> Rewriter | NoRewrites:
     """Rewrites of blocks that lie in slow places, where the devices are this engine's."""
-    index, placement = store.index, store.rebalancer
-    if not isinstance(index, SlotIndex) or not isinstance(placement, Rebalancer):
+    own = store.own
+    if own is None:
         return NoRewrites()
     policy, counters = store.write_policy, store.counters
-    return Rewriter(index, placement, policy, counters, slots.writing, slots.unpin)
+    return Rewriter(own.index, own.rebalancer, policy, counters, slots.writing, slots.unpin)
 
 
 def _make_parts(
@@ -408,17 +405,13 @@ def _make_parts(
     asked, draft = RequestOverrides(config, counters), StepDraft()
     identities = RequestIdentities(ranks, engine, store.name_key, counters)
     identities.keys.suspended = bool(store.suspension)
-    slots = SlotLedger(store.index, engine.ranks, draft, counters)
+    own_index = None if store.own is None else store.own.index
+    slots = SlotLedger(store.index, own_index, engine.ranks, draft, counters)
     retries = LoadRetries(engine.block_tokens, speculation.step_blocks)
-    weights = DeviceWeights(store.rebalancer, store.device_paths, RETURN_S)
-    placement = store.rebalancer.placement if isinstance(store.rebalancer, Rebalancer) else None
     return SchedulerParts(
         config,
         engine,
         store,
-        weights,
-        WritePauses(placement, weights, whole=config.mode == "page"),
-        UnreadSlots(store.index, store.rebalancer, counters),
         requests,
         asked,
         draft,

@@ -8,15 +8,19 @@ from vllm_ssdkv.connector.messages import RankReport
 from vllm_ssdkv.connector.metrics.stats import SSDKVStats
 from vllm_ssdkv.connector.metrics.stats_collector import StatsCollector
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerParts
-from vllm_ssdkv.store.index_metrics import IndexMetrics
+from vllm_ssdkv.store.index_metrics import IndexMetrics, start_at_zero
 
 
 class SchedulerMetrics:
     """Gauges of the scheduler, and counts of all processes. Used by the scheduler's thread."""
 
     def __init__(self, parts: SchedulerParts):
-        self._store, self._weights, self._choice = parts.store, parts.weights, parts.loads.choice
-        self._index = IndexMetrics(parts.store.index, parts.store.rebalancer, parts.store.counters)
+        self._own, self._choice = parts.store.own, parts.loads.choice
+        self._counters, self._policy = parts.store.counters, parts.store.write_policy
+        if self._own is None:
+            start_at_zero(self._counters)
+        else:
+            self._index = IndexMetrics(self._own.index, self._own.rebalancer, self._counters)
         self._collector = StatsCollector(parts.store.counters)
 
     def take_in(self, reports: Sequence[tuple[int, RankReport]]) -> None:
@@ -32,10 +36,12 @@ class SchedulerMetrics:
 
     def update_gauges(self) -> None:
         """Refresh what is told of index and devices."""
-        weights, counters = self._store.rebalancer.weights, self._store.counters
-        for path, weight in zip(self._weights.paths, weights, strict=True):
-            share = weight / sum(weights) if weight else 0.0
-            counters.set("device_share", share, device=path)
         self._choice.update_gauges()
-        self._store.write_policy.update_gauges(self._weights.paths)
+        if self._own is None:
+            return
+        paths, weights = self._own.weights.paths, self._own.rebalancer.weights
+        for path, weight in zip(paths, weights, strict=True):
+            share = weight / sum(weights) if weight else 0.0
+            self._counters.set("device_share", share, device=path)
+        self._policy.update_gauges(paths)
         self._index.update()

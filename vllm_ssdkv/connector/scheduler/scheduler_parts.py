@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,10 +20,8 @@ from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
 from vllm_ssdkv.connector.scheduler.x_admission import XAdmission
 from vllm_ssdkv.offload.xcache.x_rule import XShape
-from vllm_ssdkv.store.block_index import BlockIndex, SlotPlacement
-from vllm_ssdkv.store.device_weights import DeviceWeights
-from vllm_ssdkv.store.unread_slots import UnreadSlots
-from vllm_ssdkv.store.write_pauses import WritePauses
+from vllm_ssdkv.store.own_store import OwnStore
+from vllm_ssdkv.store.tier import TierIndex, TierSteps
 from vllm_ssdkv.store.write_policy import WritePolicy
 
 
@@ -59,26 +56,27 @@ class SchedulerStore:
     """The store as the scheduler holds it: numbers of slots, no bytes.
 
     Attributes:
-        index: Key to slot, and the journal.
-        rebalancer: Segments, and how they lie on the devices.
-        device_paths: Of each device.
+        index: Key to slot.
+        steps: Its steps.
         suspension: Whether the store is to be left alone.
         write_policy: Admission and budgets of writes.
         counters: Metrics of this process.
         name_key: :meth:`StorePlace.name_key`.
+        own: The store in this process; None: it is elsewhere.
     """
 
-    index: BlockIndex
-    rebalancer: SlotPlacement
-    device_paths: Sequence[str]
+    index: TierIndex
+    steps: TierSteps
     suspension: Suspension
     write_policy: WritePolicy
     counters: Counters
     name_key: bytes = b""
+    own: OwnStore | None = None
 
     def close(self) -> None:
         """Make journal, manifest and the count of what was written durable."""
-        self.rebalancer.close()
+        if self.own is not None:
+            self.own.rebalancer.close()
         self.index.close()
         self.write_policy.close()
 
@@ -91,9 +89,6 @@ class SchedulerParts:
         config: Options of the engine.
         engine: Facts of it.
         store: The open store.
-        weights: Shares of the devices in new slots.
-        pauses: Pauses of writes.
-        unread: Slots that could not be read.
         requests: Requests that hold HBM blocks, by id.
         asked: Options of requests.
         draft: The next plan.
@@ -109,9 +104,6 @@ class SchedulerParts:
     config: SSDKVConfig
     engine: EngineFacts
     store: SchedulerStore
-    weights: DeviceWeights
-    pauses: WritePauses
-    unread: UnreadSlots
     requests: dict[str, RequestState]
     asked: RequestOverrides
     draft: StepDraft

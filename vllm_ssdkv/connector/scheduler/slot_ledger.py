@@ -11,15 +11,17 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.connector.scheduler.pending_writes import PendingWrites
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
 from vllm_ssdkv.connector.scheduler.unverified_blocks import UnverifiedBlocks
-from vllm_ssdkv.store.block_index import BlockIndex, embedded
 from vllm_ssdkv.store.index.computed_blocks import ComputedBlocks
 from vllm_ssdkv.store.index.slot_index import (
     FULL,
     NOT_ADMITTED,
     OVER_BUDGET,
     PAUSED,
+    SlotIndex,
     SlotState,
 )
+from vllm_ssdkv.store.own_store import owned
+from vllm_ssdkv.store.tier import TierIndex
 
 _CAUSES = {
     FULL: "store_full",
@@ -38,12 +40,21 @@ class SlotLedger:
         undigested: Marks of blocks, until the weights have been digested.
     """
 
-    def __init__(self, index: BlockIndex, ranks: int, draft: StepDraft, counters: Counters):
-        """``draft`` takes the orders to workers."""
+    def __init__(
+        self,
+        index: TierIndex,
+        own: SlotIndex | None,
+        ranks: int,
+        draft: StepDraft,
+        counters: Counters,
+    ):
+        """``own``: the same index, where it is of this process, which page mode needs. ``draft``
+        takes the orders to workers."""
         self.writing = PendingWrites(ranks)
         self.unverified = UnverifiedBlocks(index.num_slots)
         self.undigested = UnverifiedBlocks(index.num_slots)
-        self._index, self._draft, self._counters = index, draft, counters
+        self._index, self._own = index, own
+        self._draft, self._counters = draft, counters
         # Slot -> epoch, of slots with a copy in DRAM and without a key.
         self._held: dict[int, int] = {}
 
@@ -59,7 +70,7 @@ class SlotLedger:
         Raises:
             StoreFullError: no slot can be had.
         """
-        slot = int(embedded(self._index).allocate(1, reserved=reserved)[0])
+        slot = int(owned(self._own).allocate(1, reserved=reserved)[0])
         self._held[slot] = self._index.epoch(slot)
         self._draft.copies.append((slot, self._held[slot], block_id, index))
         return slot
@@ -71,7 +82,7 @@ class SlotLedger:
         request reads it, and DRAM has no room to keep it.
         """
         epoch = self._held.pop(slot)
-        if not embedded(self._index).publish(slot, key) and not needed:
+        if not owned(self._own).publish(slot, key) and not needed:
             self.unpin([slot])
             return
         self._write(slot, epoch, key)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vllm_ssdkv.base.errors import StoreError, StoreFailedError
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.store.block_index import BlockIndex
+from vllm_ssdkv.store.index.slot_index import SlotIndex
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ class Suspension:
 
     def __init__(
         self,
-        index: BlockIndex,
+        index: SlotIndex | None,
         counters: Counters,
         save: Callable[[str], None],
         places: Sequence[Path],
@@ -30,7 +30,7 @@ class Suspension:
     ):
         """
         Args:
-            index: Of the store.
+            index: Of the store in this process, if it has one: nothing is evicted from it.
             counters: Where the state is told.
             save: Has the store opened as suspended, for a reason. Blocks briefly.
             places: Directories of the store, for the text that names the way out.
@@ -75,7 +75,8 @@ class Suspension:
     def _set(self, reason: str) -> None:
         self.reason = reason
         self._counters.set("store_suspended", 1.0)
-        self._index.pin(self._index.order())
+        if self._index is not None:
+            self._index.pin(self._index.order())
         logger.error(
             "ssdkv: THE STORE IS SUSPENDED: %s. Nothing is found in it or added to it; what was "
             "stored up to the last good verified hit is still there: %s",

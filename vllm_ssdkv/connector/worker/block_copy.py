@@ -18,16 +18,7 @@ from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.paged import select_page_kernels
 from vllm_ssdkv.store.cache.frames import FrameCache
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
-
-
-class FrameMemory(Protocol):
-    """Frames in memory, by number."""
-
-    def address(self, frames: NDArray[np.int32]) -> NDArray[np.uint64]:
-        """Absolute address of each frame, [n]."""
-
-    def view(self, frame: int) -> NDArray[np.uint8]:
-        """Bytes of a frame, without a copy."""
+from vllm_ssdkv.store.tier import FrameMemory
 
 
 class BlockPort(Protocol):

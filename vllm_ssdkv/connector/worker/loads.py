@@ -15,8 +15,8 @@ from vllm_ssdkv.connector.messages import (
     RankReport,
 )
 from vllm_ssdkv.connector.worker.block_comparison import BlockComparer, StoredBlocks
-from vllm_ssdkv.connector.worker.rank_store import RankStore
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
+from vllm_ssdkv.store.tier import TierStore
 
 PROMOTION_PAUSE_S = 10.0
 """Delay before the next promotion after one that failed."""
@@ -30,7 +30,7 @@ class Loads:
 
     def __init__(
         self,
-        store: RankStore,
+        store: TierStore,
         comparer: BlockComparer | None,
         block_tokens: int,
         counters: Counters | None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -14,7 +14,6 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.connector.worker.pinning import pin_memory, unpin_memory
 from vllm_ssdkv.connector.worker.rank_store import StoreWork
 from vllm_ssdkv.node.client.remote_store import RemoteStore
-from vllm_ssdkv.store.format.segment import Segment
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class NodeRank:
         access.start(work)
     """
 
-    device_paths: Final[Sequence[str]] = ()
+    own: Final = None
 
     def __init__(self, store: RemoteStore, counters: Counters, rank: int):
         """``store`` was opened; the worker closes it."""
@@ -71,28 +70,6 @@ class NodeRank:
     def pin(self, device: torch.device) -> None:
         """Register the memory of this session and of later ones with a GPU."""
         self._store.pin_with(functools.partial(_pin, device))
-
-    def change_segments(self, segments: Sequence[Segment]) -> None:
-        """Nothing: slots lie where the node puts them."""
-
-    def take_lost_devices(self) -> list[int]:
-        """None: the devices are the node's."""
-        return []
-
-    def take_returned_devices(self) -> list[int]:
-        """None: the devices are the node's."""
-        return []
-
-    def take_writing(self) -> list[tuple[int, float]]:
-        """None: the devices are the node's."""
-        return []
-
-    def take_speeds(self) -> list[tuple[int, float]]:
-        """None: the devices are the node's."""
-        return []
-
-    def update_gauges(self) -> None:
-        """Nothing: the node tells of its devices itself."""
 
     def close(self) -> None:
         """End the session, should the worker not have begun to use it."""

@@ -108,7 +108,6 @@ class PageMode:
         config: SSDKVConfig,
         layout: KVLayout,
         rank: EmbeddedRank,
-        store: TieredStore,
         layers: ContextLayers,
         device: torch.device,
     ) -> PageMode:
@@ -117,11 +116,11 @@ class PageMode:
         Args:
             config: The options.
             layout: Layout of this rank's KV.
-            rank: What this rank has opened.
-            store: Its store.
+            rank: This rank's part of a store, which runs.
             layers: Layers that attend to contexts.
             device: Device of the caches in HBM.
         """
+        store = rank.store
         hbm = block_layout(layout, config.page_tokens)
         slot = hbm.with_page_stride(layout.geometry.page_bytes)
         _use_memory_of(device, config, layout, rank, store)

@@ -1,99 +1,28 @@
-"""Needs of a worker in the store of its rank, in this process or in a node.
-
-:class:`TieredStore` is a :class:`RankStore`, and so is the client of a node. Page mode asks for
-more, of a :class:`TieredStore` alone.
-"""
+"""A rank's way to its store: in this process, or in nodes. Page mode needs the former."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.connector.worker.block_copy import FrameMemory
+from vllm_ssdkv.connector.messages import RankReport, SlotArray
 from vllm_ssdkv.connector.worker.pinning import pin_arena
 from vllm_ssdkv.node.client.node_drives import NodeDrives
 from vllm_ssdkv.store.devices.health import WriteState
 from vllm_ssdkv.store.engine_metrics import EngineMetrics
 from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.open_store import OpenStore
-from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
 from vllm_ssdkv.store.read.prefix_loader import CopyIn
+from vllm_ssdkv.store.tier import Pairs, TierStore
 from vllm_ssdkv.store.tiered_store import TieredStore
 from vllm_ssdkv.store.write.summary_builder import SummaryBuilder
 from vllm_ssdkv.store.write.trim import SlotTrimmer
-
-I64 = NDArray[np.int64]
-Pairs = list[tuple[int, int]]
-"""Slots and their epochs."""
-
-
-class RankStore(Protocol):
-    """The store of one rank. Methods mean what those of :class:`TieredStore` do."""
-
-    @property
-    def save_frames(self) -> FrameMemory:
-        """Frames that :meth:`reserve_frames` gives."""
-
-    @property
-    def load_frames(self) -> FrameMemory:
-        """Frames that hits are copied from."""
-
-    @property
-    def tails(self) -> NDArray[np.uint64]:
-        """Addresses of memory for sparse sections; none where slots have none."""
-
-    @property
-    def open_frames(self) -> int:
-        """Frames that DRAM has now."""
-
-    def reserve_frames(
-        self, slots: I64, *, wait: bool, spare_contexts: bool = False
-    ) -> NDArray[np.int32]:
-        """Frames for the first of these slots, [k], k <= n, for the caller to fill."""
-
-    def filled(self, slots: I64, tails: NDArray[np.uint64]) -> None:
-        """The frames of these slots are filled."""
-
-    def flush(self, slots: I64, epochs: I64, keys: Sequence[bytes], *, bound: bool = True) -> None:
-        """Write held slots to the devices in the background."""
-
-    def abandon(self, slots: I64) -> None:
-        """Forget what is held for these slots."""
-
-    def trim(self, slots: I64) -> None:
-        """Slots that hold nothing."""
-
-    def take_write_results(self) -> tuple[Pairs, Pairs]:
-        """(slot, epoch) pairs written and failed since the last call."""
-
-    def load(self, job: LoadJob, *, whole: bool = False) -> None:
-        """Bring a hit in, in the background."""
-
-    def take_load_outcomes(self, patience_s: float = 0.0) -> list[LoadOutcome]:
-        """Loads that ended since the last call."""
-
-    def take_scrubbed(self) -> Pairs:
-        """Pairs that the scrub found bad since the last call."""
-
-    def take_mended(self) -> Pairs:
-        """Pairs of which the scrub found a copy bad, since the last call."""
-
-    def confirm(self, stored: Iterable[tuple[int, int]]) -> None:
-        """Confirm that pairs which the scrub has told are stored."""
-
-    def gauges(self) -> dict[str, int]:
-        """Gauges of memory, by metric."""
-
-    def close(self, *, read_elsewhere: bool = False) -> None:
-        """Write what is committed and stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,32 +56,15 @@ class RankAccess(Protocol):
         """Number of the rank."""
 
     @property
-    def device_paths(self) -> Sequence[str]:
-        """Devices that this process reads and writes itself."""
+    def own(self) -> EmbeddedRank | None:
+        """This rank's part of a store in this process, as far as it does more; None: there is
+        none."""
 
-    def start(self, work: StoreWork) -> RankStore:
+    def start(self, work: StoreWork) -> TierStore:
         """Start the store's threads, once."""
 
     def pin(self, device: torch.device) -> None:
         """Register the memory that blocks are copied to and from with a GPU."""
-
-    def change_segments(self, segments: Sequence[Segment]) -> None:
-        """Slots lie elsewhere from now on."""
-
-    def take_lost_devices(self) -> list[int]:
-        """Devices that went out of use since the last call."""
-
-    def take_returned_devices(self) -> list[int]:
-        """Devices that are in use again since the last call."""
-
-    def take_writing(self) -> list[tuple[int, float]]:
-        """As :meth:`DeviceHealth.drain_writing`."""
-
-    def take_speeds(self) -> list[tuple[int, float]]:
-        """Devices whose worth has changed since the last call."""
-
-    def update_gauges(self) -> None:
-        """Refresh what is told of devices."""
 
     def close(self) -> None:
         """Release files, memory or connections."""
@@ -173,11 +85,25 @@ class EmbeddedRank:
         self.rank = opened.files.rank
         self.device_paths: Sequence[str] = opened.files.health.paths
         self._metrics = EngineMetrics(opened.files.engine, self.device_paths, self.counters)
+        self._told_written = [0] * len(self.device_paths)
+        self._store: TieredStore | None = None
+
+    @property
+    def own(self) -> EmbeddedRank:
+        """See :class:`RankAccess`."""
+        return self
+
+    @property
+    def store(self) -> TieredStore:
+        """The store; exists once :meth:`start` was called."""
+        if self._store is None:
+            raise RuntimeError("vLLM has not registered the KV caches yet")
+        return self._store
 
     def start(self, work: StoreWork) -> TieredStore:
         """See :class:`RankAccess`."""
         opened = self.opened
-        return TieredStore(
+        self._store = TieredStore(
             opened.files,
             opened.arena,
             opened.plan,
@@ -192,6 +118,7 @@ class EmbeddedRank:
             identities=opened.identities,
             keeps_unwritten=work.config.mode == "page",
         )
+        return self._store
 
     def _trimmer(self) -> SlotTrimmer:
         opened = self.opened
@@ -208,27 +135,36 @@ class EmbeddedRank:
         pin_arena(self.opened.arena, device)
 
     def change_segments(self, segments: Sequence[Segment]) -> None:
-        """See :class:`RankAccess`."""
+        """Slots lie elsewhere from now on."""
         self.opened.files.placement.change(segments)
 
-    def take_lost_devices(self) -> list[int]:
-        """See :class:`RankAccess`."""
-        return list(self.opened.files.health.drain_events())
+    def settle(self, trim: SlotArray | None, believed: Pairs) -> None:
+        """Slots that hold nothing, and pairs that the scrub has told and that are stored."""
+        if trim is not None:
+            self.store.trim(trim)
+        if believed:
+            self.store.confirm(believed)
 
-    def take_returned_devices(self) -> list[int]:
-        """See :class:`RankAccess`."""
-        return self.opened.files.health.drain_returns()
-
-    def take_writing(self) -> list[tuple[int, float]]:
-        """See :class:`RankAccess`."""
-        return self.opened.files.health.drain_writing()
-
-    def take_speeds(self) -> list[tuple[int, float]]:
-        """See :class:`RankAccess`."""
-        return list(self.opened.files.speed.drain_events())
+    def report(self, report: RankReport) -> None:
+        """Report what devices and scrub have told since the last call."""
+        health = self.opened.files.health
+        for device, path in enumerate(self.device_paths):
+            total = int(self.counters.total("bytes_written", device=path))
+            if total > self._told_written[device]:
+                report.written.append((device, total - self._told_written[device]))
+                self._told_written[device] = total
+        report.bad.extend(self.store.take_scrubbed())
+        report.mended.extend(self.store.take_mended())
+        report.lost_devices.extend(health.drain_events())
+        report.returned_devices.extend(health.drain_returns())
+        report.writing.extend(health.drain_writing())
+        report.speeds.extend(self.opened.files.speed.drain_events())
 
     def update_gauges(self) -> None:
-        """Refresh what the I/O engine counts; see whether all data files are still there."""
+        """Refresh the gauges of memory, and what the I/O engine counts; see whether all data files
+        are still there."""
+        for name, value in self.store.gauges().items():
+            self.counters.set(name, value)
         self._metrics.update()
         health = self.opened.files.health
         for index, device in enumerate(self.opened.devices):

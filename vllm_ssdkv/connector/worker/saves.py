@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +13,12 @@ from vllm_ssdkv.connector.messages import CopyFrames, CopyToDram, Flush, RankRep
 from vllm_ssdkv.connector.worker.block_copy import BlockPort
 from vllm_ssdkv.connector.worker.layer_copy import LayerCopier
 from vllm_ssdkv.connector.worker.page_mode import PageMode
-from vllm_ssdkv.connector.worker.rank_store import RankStore
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.tier import TierStore
 from vllm_ssdkv.store.tiered_store import TieredStore
+
+_NO_TAILS: Final = np.zeros(0, dtype=np.uint64)
+"""Addresses of sparse sections of slots that have none."""
 
 
 class Saves:
@@ -22,7 +26,7 @@ class Saves:
 
     def __init__(
         self,
-        store: RankStore,
+        store: TierStore,
         port: BlockPort,
         layers: LayerCopier,
         geometry: SlotGeometry,
@@ -41,6 +45,7 @@ class Saves:
         self._store, self._port, self._layers = store, port, layers
         self._geometry, self._counters = geometry, counters
         self._paged = paged
+        self._tails = _NO_TAILS if paged is None else paged.store.tails
 
     def drop(self) -> None:
         """Let go of what a step that failed has copied."""
@@ -85,7 +90,7 @@ class Saves:
                 self._store.abandon(save.slots[early & lost])
                 _skip(save.part(lost), report)
             kept = save.slots[early & ~lost]
-            self._keep(kept, self._store.tails[:0], commit, len(kept))
+            self._keep(kept, _NO_TAILS, commit, len(kept))
             self._copy(save.part(~(early | lost)), commit, x_slots, report)
         x_cache = None if self._paged is None else self._paged.x_cache
         if x_slots and x_cache is not None:
@@ -99,7 +104,7 @@ class Saves:
         ``x_slots`` get X."""
         done = 0
         store, paged = self._store, self._paged
-        at_once = len(store.tails) or len(save.slots)
+        at_once = len(self._tails) or len(save.slots)
         while done < len(save.slots):
             wanted = save.slots[done : done + at_once]
             frames = store.reserve_frames(wanted, wait=paged is not None)
@@ -108,7 +113,7 @@ class Saves:
             part = slice(done, done + len(frames))
             as_x = _among(save.slots[part], x_slots)
             self._reclaim(wanted[: len(frames)])
-            tails = store.tails[: len(frames)]
+            tails = self._tails[: len(frames)]
             blocks, index = save.block_ids[part], save.index[part]
             if paged is not None and paged.x_cache is not None and as_x.any():
                 paged.x_cache.save(blocks[as_x], frames[as_x], paged.store.frames)
@@ -135,7 +140,8 @@ class Saves:
         if self._paged is not None and self._paged.offloader is not None:
             nbytes = with_kv * self._geometry.kv_pages * self._geometry.payload_bytes
             self._paged.offloader.count_stored(nbytes)
-        self._store.filled(slots, tails)
+        if self._paged is not None:
+            self._paged.store.filled(slots, tails)
         self._commit(commit, _among(commit.slots, slots.tolist()))
 
     def _commit(self, commit: Flush, which: NDArray[np.bool_]) -> None:

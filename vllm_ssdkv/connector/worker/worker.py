@@ -38,9 +38,7 @@ from vllm_ssdkv.connector.worker.layer_copy import LayerCopier
 from vllm_ssdkv.connector.worker.loads import Loads
 from vllm_ssdkv.connector.worker.page_mode import ContextLayers, PageMode
 from vllm_ssdkv.connector.worker.rank_store import (
-    EmbeddedRank,
     RankAccess,
-    RankStore,
     StoreWork,
 )
 from vllm_ssdkv.connector.worker.saves import Saves
@@ -48,6 +46,8 @@ from vllm_ssdkv.connector.worker.step_timer import StepTimer
 from vllm_ssdkv.connector.worker.stream_fence import StreamFence
 from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
+from vllm_ssdkv.store.own_store import owned
+from vllm_ssdkv.store.tier import TierStore
 from vllm_ssdkv.store.tiered_store import TieredStore
 
 logger = logging.getLogger(__name__)
@@ -81,11 +81,11 @@ class SSDKVWorker:
         """
         self.config = config
         self.layout = layout
-        self._opened = opened
+        self._opened, self._own = opened, opened.own
         self._context_layers = context_layers
         self._binding = binding
         self._loads: Loads | None = None
-        self._store: RankStore | None = None
+        self._store: TierStore | None = None
         self._saves: Saves | None = None
         self._port_in: BlockPort | None = None
         """Copies hits into HBM."""
@@ -102,7 +102,6 @@ class SSDKVWorker:
         self._gauges_due = 0.0
         self._told_frames = 0
         self._settled = False
-        self._told_written = [0] * len(opened.device_paths)
 
     @property
     def rank(self) -> int:
@@ -115,7 +114,7 @@ class SSDKVWorker:
         return self._opened.counters
 
     @property
-    def rank_store(self) -> RankStore:
+    def rank_store(self) -> TierStore:
         """The store of either mode; exists once :meth:`register` was called."""
         if self._store is None:
             raise RuntimeError("vLLM has not registered the KV caches yet")
@@ -147,12 +146,9 @@ class SSDKVWorker:
         """The store in this process; exists once :meth:`register` was called.
 
         Raises:
-            TypeError: a node has it, which the options allow in mode ``reuse`` only.
+            TypeError: it is elsewhere, which the options allow in mode ``reuse`` only.
         """
-        store = self.rank_store
-        if not isinstance(store, TieredStore):
-            raise TypeError("page mode needs the store in its own process")
-        return store
+        return owned(self._own).store
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Learn where HBM's blocks are, digest the model, and start the store's threads.
@@ -209,11 +205,8 @@ class SSDKVWorker:
         )
 
     def _open_page_mode(self, device: torch.device) -> PageMode:
-        rank = self._opened
-        if not isinstance(rank, EmbeddedRank):
-            raise TypeError("page mode needs the store in its own process")
         layers = self._context_layers
-        return PageMode.open(self.config, self.layout, rank, self.store, layers, device)
+        return PageMode.open(self.config, self.layout, owned(self._own), layers, device)
 
     def _block_comparer(self, caches: Sequence[torch.Tensor]) -> BlockComparer | None:
         """Make the comparer of blocks of these caches; None: their dtype allows no comparison."""
@@ -236,7 +229,8 @@ class SSDKVWorker:
     def _layer_deadline(self) -> float:
         """Seconds for a copy of a layer: it waits for what the GPU has to do before, where other
         ranks may be late by one deadline for each drive that hangs."""
-        return self.config.io.deadline * (len(self._opened.device_paths) + 1)
+        drives = 0 if self._own is None else len(self._own.device_paths)
+        return self.config.io.deadline * (drives + 1)
 
     def _blocks(self, cache: torch.Tensor) -> torch.Tensor:
         layout = self.layout
@@ -263,8 +257,9 @@ class SSDKVWorker:
         store = self.rank_store
         if self._saves is not None:
             self._saves.drop()  # of a step that failed
-        if plan.segments is not None:
-            self._opened.change_segments(plan.segments)
+        own = self._own
+        if own is not None and plan.segments is not None:
+            own.change_segments(plan.segments)
         self._settled = plan.settled
         self._binding.take_changes(self._report)
         self._invalid_blocks.update(plan.invalid)
@@ -272,10 +267,8 @@ class SSDKVWorker:
             self.paged.update_contexts(plan)
         if plan.discard:
             store.abandon(np.array(plan.discard, dtype=np.int64))
-        if plan.trim is not None:
-            store.trim(plan.trim)
-        if plan.believed:
-            store.confirm(plan.believed)
+        if own is not None:
+            own.settle(plan.trim, plan.believed)
         if self._saves is not None:
             # Before the step's contexts are read: what makes room for its blocks is not in use.
             self._saves.begin(plan.save, has_inputs=bool(plan.x_slots))
@@ -347,20 +340,8 @@ class SSDKVWorker:
         self.loads.collect(IDLE_S if idle else 0.0, self._report)
         if self._timer is not None:
             self._report.steps.extend(self._timer.take())
-        self._report_writes()
-        self._report.bad.extend(self._store.take_scrubbed())
-        self._report.mended.extend(self._store.take_mended())
-        self._report.lost_devices.extend(self._opened.take_lost_devices())
-        self._report.returned_devices.extend(self._opened.take_returned_devices())
-        self._report.writing.extend(self._opened.take_writing())
-        self._report.speeds.extend(self._opened.take_speeds())
-
-    def _report_writes(self) -> None:
-        for device, path in enumerate(self._opened.device_paths):
-            total = int(self.counters.total("bytes_written", device=path))
-            if total > self._told_written[device]:
-                self._report.written.append((device, total - self._told_written[device]))
-                self._told_written[device] = total
+        if self._own is not None:
+            self._own.report(self._report)
 
     def take_loads(self) -> tuple[set[str], set[str]]:
         """Requests whose loads ended, and those of them that failed, since the last call."""
@@ -388,11 +369,10 @@ class SSDKVWorker:
         store = self.rank_store
         if store.open_frames != self._told_frames:
             self._report.frames = self._told_frames = store.open_frames
-        for name, value in store.gauges().items():
-            self.counters.set(name, value)
         if self.paged is not None:
             self.paged.update_gauges(self.counters, self._report)
-        self._opened.update_gauges()
+        if self._own is not None:
+            self._own.update_gauges()
 
     def close(self) -> None:
         """Write what is committed, stop the threads, release the files."""

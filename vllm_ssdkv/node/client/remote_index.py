@@ -1,6 +1,6 @@
 """Existence in nodes, one or several, as a scheduler asks for it.
 
-Satisfies the protocols ``BlockIndex`` and ``SlotPlacement`` of the connector.
+The scheduler's half of a tier, ``TierIndex`` and ``TierSteps``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -25,10 +25,9 @@ from vllm_ssdkv.node.client.node_links import ConnectedShare, start_links
 from vllm_ssdkv.node.client.rendezvous import Rendezvous
 from vllm_ssdkv.node.client.session import Peer
 from vllm_ssdkv.node.protocol.messages import MAX_ENTRIES
-from vllm_ssdkv.store.block_index import Seconds
-from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.index.computed_blocks import ComputedBlocks
 from vllm_ssdkv.store.index.slot_index import TAKEN, SlotState
+from vllm_ssdkv.store.tier import Seconds
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +69,6 @@ class RemoteIndex:
         self._order = Rendezvous(names)
         self.node_replicas = replicas
         self.num_slots = len(members) * max(member.num_slots for member in members)
-        self.counters: Mapping[str, int] = Counter()
-        self._stored = 0
         self._found: dict[bytes, int] = {}
         """Slots by key, of the lookups since the last step."""
         self._names: dict[int, bytes] = {}
@@ -341,14 +338,6 @@ class RemoteIndex:
         member, own = self._at(slot)
         return member.holds(own, epoch)
 
-    def order(self) -> I64:
-        """None: the stores are not this engine's alone."""
-        return _NO_SLOTS
-
-    def free_slots(self) -> I64:
-        """None: the devices are the nodes'."""
-        return _NO_SLOTS
-
     # ---- using ----
 
     def touch_chain(self, keys: Sequence[bytes]) -> None:
@@ -401,23 +390,23 @@ class RemoteIndex:
 
     def durable(self, slot: int | I64) -> None:
         """Count what every rank has written; the node knows it already."""
-        self._stored += len(np.atleast_1d(slot))
-        self.counters = {"published": self._stored}
+        self._metrics.add("slots_stored", len(np.atleast_1d(slot)))
 
     def drop(self, slot: int | I64) -> None:
         """Never find these slots again, if they still hold what this engine knows of."""
         for member, own, _ in self._by_node(np.atleast_1d(slot)):
             member.drop(own)
 
-    def gauges(self) -> dict[str, int]:
-        """None: the nodes tell them themselves, once for all engines."""
-        return {}
-
-    def forget_all(self) -> None:
-        """Find nothing any more that is stored now, on any node; one round trip for each."""
+    def forget_stored(self) -> None:
+        """Find nothing any more that is stored now, on any node; one round trip for each. The store
+        is not emptied."""
         self._clear()
         for member in self.members:
             member.forget_all()
+        logger.info(
+            "ssdkv: this engine finds nothing any more that its node has stored so far; other "
+            "engines go on to find it"
+        )
 
     def step(self) -> None:
         """A step begins: what was found before it is asked for again."""
@@ -433,56 +422,6 @@ class RemoteIndex:
         """End the sessions: the nodes undo their pins."""
         closed = [member.close() for member in self.members]
         return all(closed)
-
-
-class RemotePlacement:
-    """Placement of a node's slots, of which a scheduler has nothing to decide.
-
-    Example:
-        placement = RemotePlacement(index)
-    """
-
-    weights: Sequence[float] = ()
-    slots_to_come = 0
-
-    def __init__(self, index: RemoteIndex):
-        self._index = index
-
-    def step(self) -> None:
-        """A step begins."""
-        self._index.step()
-
-    def reweigh(self, weights: Sequence[float]) -> None:
-        """Nothing: the devices are the node's."""
-
-    def mask_lost(self) -> int:
-        """Nothing: the devices are the node's."""
-        return 0
-
-    def take_returned(self) -> int:
-        """Nothing: the devices are the node's."""
-        return 0
-
-    def unmask(self, slots: I64) -> int:
-        """Nothing: the slots are the node's."""
-        del slots
-        return 0
-
-    def take_segments(self) -> tuple[Segment, ...] | None:
-        """None: workers read no devices."""
-        return None
-
-    def forget_stored(self) -> None:
-        """Have this engine find nothing older than now; the store is not emptied."""
-        self._index.forget_all()
-        logger.info(
-            "ssdkv: this engine finds nothing any more that its node has stored so far; other "
-            "engines go on to find it"
-        )
-
-    def close(self) -> bool:
-        """Nothing is open."""
-        return True
 
 
 def _take_first(table: I64) -> I64:

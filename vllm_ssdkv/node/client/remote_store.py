@@ -1,6 +1,6 @@
 """Residency in nodes, one or several, as a worker asks for it.
 
-Satisfies the protocol ``RankStore`` of the connector.
+The worker's half of a tier, ``TierStore``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,27 +28,12 @@ from vllm_ssdkv.node.client.transfer import TransferRegion
 from vllm_ssdkv.node.protocol.messages import Welcome
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
 from vllm_ssdkv.store.read.prefix_loader import CopyIn
+from vllm_ssdkv.store.tier import I32, I64, FrameMemory, Pairs
 
 logger = logging.getLogger(__name__)
 
-I64 = NDArray[np.int64]
-I32 = NDArray[np.int32]
-Pairs = list[tuple[int, int]]
-
 STOP_S: Final = 5.0
 """Wait for the thread at the end, in seconds."""
-
-_NO_TAILS: Final = np.zeros(0, dtype=np.uint64)
-
-
-class _Frames(Protocol):
-    """Frames of one node."""
-
-    def address(self, frames: I32) -> NDArray[np.uint64]:
-        """Absolute address of each frame, [n]."""
-
-    def view(self, frame: int) -> NDArray[np.uint8]:
-        """Bytes of a frame, without a copy."""
 
 
 class PooledFrames:
@@ -59,7 +44,7 @@ class PooledFrames:
         frames.address(frames.numbers(1, np.array([0, 1], dtype=np.int32)))
     """
 
-    def __init__(self, memories: Sequence[_Frames]):
+    def __init__(self, memories: Sequence[FrameMemory]):
         self._memories = memories
 
     def numbers(self, memory: int, frames: I32) -> I32:
@@ -94,13 +79,13 @@ class _Nowhere:
         self.region = TransferRegion(frame_bytes, frame_bytes, shared=False)
 
     def address(self, frames: I32) -> NDArray[np.uint64]:
-        """See :class:`_Frames`."""
+        """See :class:`FrameMemory`."""
         if self.region is None:
             raise StoreError("no session was opened")
         return self.region.frames.address(np.zeros_like(frames))
 
     def view(self, frame: int) -> NDArray[np.uint8]:
-        """See :class:`_Frames`."""
+        """See :class:`FrameMemory`."""
         if self.region is None:
             raise StoreError("no session was opened")
         return self.region.frames.view(0)
@@ -183,7 +168,6 @@ class RemoteStore:
         self._nowhere = _Nowhere()
         self.save_frames = PooledFrames([*(s.save_frames for s in self.stores), self._nowhere])
         self.load_frames = PooledFrames([s.load_frames for s in self.stores])
-        self.tails = _NO_TAILS
         self._copy_in: CopyIn | None = None
         self._wanted: dict[int, int] = {}
         """HBM block by handle. Taken out under ``_copying`` only."""
@@ -300,9 +284,6 @@ class RemoteStore:
             frames = frames[: lacking[0]]
         return frames
 
-    def filled(self, slots: I64, tails: NDArray[np.uint64]) -> None:
-        """Nothing: slots of nodes have no sparse section."""
-
     def flush(self, slots: I64, epochs: I64, keys: Sequence[bytes], *, bound: bool = True) -> None:
         """Have the nodes save blocks whose places are filled. Never waits for a device."""
         for store, here in self._by_node(slots):
@@ -313,9 +294,6 @@ class RemoteStore:
         """Forget what is held for these slots, and have nodes forget what they saved of them."""
         for store, here in self._by_node(slots):
             store.abandon(self._own(slots[here]))
-
-    def trim(self, slots: I64) -> None:
-        """Nothing: the devices are the nodes'."""
 
     def take_write_results(self) -> tuple[Pairs, Pairs]:
         """(slot, epoch) pairs written and failed since the last call."""
@@ -530,21 +508,6 @@ class RemoteStore:
                 break
         self._under_way -= len(found)
         return found
-
-    def take_scrubbed(self) -> Pairs:
-        """None: the nodes drop what their scrub finds."""
-        return []
-
-    def take_mended(self) -> Pairs:
-        """None, as :meth:`take_scrubbed`."""
-        return []
-
-    def confirm(self, stored: Iterable[tuple[int, int]]) -> None:
-        """Nothing: see :meth:`take_scrubbed`."""
-
-    def gauges(self) -> dict[str, int]:
-        """None: the frames are the nodes', which tell of them themselves."""
-        return {}
 
     # ---- end ----
 

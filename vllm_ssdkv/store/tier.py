@@ -1,29 +1,42 @@
-"""Needs of the scheduler in the store's numbers, in this process or in a node.
+"""A tier: where blocks are kept beyond HBM, in this process or elsewhere.
 
-:class:`SlotIndex` and :class:`Rebalancer` satisfy these protocols, and so does the client of a
-node. Page mode needs more: the index itself, which :func:`embedded` gives.
+It has two halves, since vLLM's scheduler and workers are processes of their own. A store in this
+process (:class:`SlotIndex`, :class:`TieredStore`) and the clients of nodes do all of this. What
+only a store in this process can do is in ``store/own_store.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.index.computed_blocks import ComputedBlocks
-from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState
-from vllm_ssdkv.store.placement.rebalancer import Rebalancer
+from vllm_ssdkv.store.index.slot_index import SlotState
+from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
 
 I64 = NDArray[np.int64]
+I32 = NDArray[np.int32]
+Pairs = list[tuple[int, int]]
+"""Slots and their epochs."""
 Seconds = Callable[[], float | None]
 """Expected time of something; None: nobody knows."""
 
 
-class BlockIndex(Protocol):
-    """Key to slot, of everything that is stored. Methods mean what those of SlotIndex do.
+class TierSteps(Protocol):
+    """Steps of a tier, for the scheduler."""
+
+    def step(self) -> None:
+        """A step begins."""
+
+    def forget_stored(self) -> None:
+        """The cache was reset: never find what is stored."""
+
+
+class TierIndex(Protocol):
+    """The scheduler's half: key to slot, of everything that is stored.
 
     Only :meth:`lookup`, :meth:`last` and :meth:`claim` may take a round trip, which has a deadline.
     Nothing is found where it ends without an answer.
@@ -36,10 +49,6 @@ class BlockIndex(Protocol):
     @property
     def node_replicas(self) -> int:
         """Nodes that are to keep a block: so many times a claim names each key."""
-
-    @property
-    def counters(self) -> Mapping[str, int]:
-        """Events since the start, by name."""
 
     def find(self, key: bytes) -> int | None:
         """Slot that is ready and holds the key, if one is known here."""
@@ -87,12 +96,6 @@ class BlockIndex(Protocol):
     def holds(self, slot: int, epoch: int) -> bool:
         """Check whether the slot holds a block of this epoch, or is being filled with it."""
 
-    def order(self) -> I64:
-        """Evictable slots that are this engine's alone; int64, shape [n]."""
-
-    def free_slots(self) -> I64:
-        """Free slots that this engine's devices may be told of; int64, shape [n]."""
-
     def touch_chain(self, keys: Sequence[bytes]) -> None:
         """Mark what is stored of a chain, head first, as just used."""
 
@@ -108,68 +111,52 @@ class BlockIndex(Protocol):
     def drop(self, slot: int | I64) -> None:
         """Never find these slots again."""
 
-    def gauges(self) -> dict[str, int]:
-        """Numbers of slots by state, and of the journal; empty: the store's owner tells them."""
-
     def close(self) -> bool:
         """End; False on error."""
 
 
-class SlotPlacement(Protocol):
-    """Places of slots, as far as the scheduler of any mode asks."""
+class FrameMemory(Protocol):
+    """Frames in memory, by number."""
+
+    def address(self, frames: I32) -> NDArray[np.uint64]:
+        """Absolute address of each frame, [n]."""
+
+    def view(self, frame: int) -> NDArray[np.uint8]:
+        """Bytes of a frame, without a copy."""
+
+
+class TierStore(Protocol):
+    """A worker's half: the bytes of one rank. Methods mean what those of TieredStore do."""
 
     @property
-    def weights(self) -> Sequence[float]:
-        """Share of each device in new slots; empty where the devices are not this engine's."""
+    def save_frames(self) -> FrameMemory:
+        """Frames that :meth:`reserve_frames` gives."""
 
     @property
-    def slots_to_come(self) -> int:
-        """Slots that the store may yet grow by."""
+    def load_frames(self) -> FrameMemory:
+        """Frames that hits are copied from."""
 
-    def step(self) -> None:
-        """A step begins: go on with what is under way."""
+    @property
+    def open_frames(self) -> int:
+        """Frames that DRAM has now."""
 
-    def reweigh(self, weights: Sequence[float]) -> None:
-        """Give devices other shares."""
+    def reserve_frames(self, slots: I64, *, wait: bool, spare_contexts: bool = False) -> I32:
+        """Frames for the first of these slots, [k], k <= n, for the caller to fill."""
 
-    def mask_lost(self) -> int:
-        """Find nothing that lies on devices out of use only; how many blocks."""
+    def flush(self, slots: I64, epochs: I64, keys: Sequence[bytes], *, bound: bool = True) -> None:
+        """Write held slots in the background."""
 
-    def take_returned(self) -> int:
-        """Have the slots again that devices which are back in use had taken with them; how many
-        blocks are found again."""
+    def abandon(self, slots: I64) -> None:
+        """Forget what is held for these slots."""
 
-    def unmask(self, slots: I64) -> int:
-        """Have slots found again that were masked, unless their devices are out of use; how many
-        blocks are found."""
+    def take_write_results(self) -> tuple[Pairs, Pairs]:
+        """(slot, epoch) pairs written and failed since the last call."""
 
-    def take_segments(self) -> tuple[Segment, ...] | None:
-        """The segments, if they have changed since the last call."""
+    def load(self, job: LoadJob, *, whole: bool = False) -> None:
+        """Bring a hit in, in the background."""
 
-    def forget_stored(self) -> None:
-        """The cache was reset: never find what is stored."""
+    def take_load_outcomes(self, patience_s: float = 0.0) -> list[LoadOutcome]:
+        """Loads that ended since the last call."""
 
-    def close(self) -> bool:
-        """Save what has changed; False when that was not possible in time."""
-
-
-def embedded(index: BlockIndex) -> SlotIndex:
-    """The index of this process, which page mode works with.
-
-    Raises:
-        TypeError: a node has it; the options allow that in mode ``reuse`` only.
-    """
-    if not isinstance(index, SlotIndex):
-        raise TypeError("page mode needs the store in its own process")
-    return index
-
-
-def embedded_placement(placement: SlotPlacement) -> Rebalancer:
-    """The placement of this process; see :func:`embedded`.
-
-    Raises:
-        TypeError: a node has it.
-    """
-    if not isinstance(placement, Rebalancer):
-        raise TypeError("page mode needs the store in its own process")
-    return placement
+    def close(self, *, read_elsewhere: bool = False) -> None:
+        """Write what is committed and stop."""
