@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from vllm_ssdkv import _kernels
-from vllm_ssdkv.connector.worker.block_copy import PagedPort
+from vllm_ssdkv.connector.worker.paged_port import PagedPort
 from vllm_ssdkv.connector.worker.token_ordering import TokenOrdering
 from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout

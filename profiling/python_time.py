@@ -91,7 +91,7 @@ class PythonTime:
 
 def engine_borders() -> Iterator[Boundary]:
     """Boundaries of calls from vLLM to us, and from our Python to what is not Python."""
-    from vllm_ssdkv.connector.attention_backend import PagedAttentionImpl
+    from vllm_ssdkv.connector.attention_impl import PagedAttentionImpl
     from vllm_ssdkv.connector.connector import SSDKVConnector
 
     for owner in (SSDKVConnector, PagedAttentionImpl):

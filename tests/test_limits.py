@@ -48,7 +48,6 @@ LARGER = {
     "vllm_ssdkv/store/index/journal.py Journal": _FILE,
     "vllm_ssdkv/store/memory/memory_plan.py MemoryPlan": "a size for each user of DRAM",
     "vllm_ssdkv/store/read/selected_context.py SelectedContexts": _ARRAYS,
-    "vllm_ssdkv/store/tiered_store.py TieredStore": _ROOT,
     # Lines, parameters or both.
     "profiling/dense_oracle.py dense_attention": "operands of one attention",
     "profiling/gpu_pack/vllm_ops.py _attend": "a signature of vLLM's",
@@ -69,8 +68,8 @@ LARGER = {
     "vllm_ssdkv/cli/fpga/simulate.py simulate": _COMMAND,
     "vllm_ssdkv/cli/plan/plan.py plan": _COMMAND,
     "vllm_ssdkv/cli/profile/profile.py profile": _COMMAND,
-    "vllm_ssdkv/connector/attention_backend.py PagedAttentionImpl.__init__": _VLLM,
-    "vllm_ssdkv/connector/attention_backend.py PagedAttentionImpl.forward": _VLLM,
+    "vllm_ssdkv/connector/attention_impl.py PagedAttentionImpl.__init__": _VLLM,
+    "vllm_ssdkv/connector/attention_impl.py PagedAttentionImpl.forward": _VLLM,
     "vllm_ssdkv/connector/kv_cache_spec.py TieredManager.find_longest_cache_hit": _VLLM,
     "vllm_ssdkv/connector/worker/paged_attention.py attend_layer": _ATTENTION,
     "vllm_ssdkv/connector/worker/paged_step.py PagedStep.__init__": _STEP,

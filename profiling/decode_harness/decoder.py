@@ -27,7 +27,7 @@ from vllm_ssdkv.connector.kv_layout import KVLayout, paged_geometry
 from vllm_ssdkv.connector.messages import ContextDelta, CopyToDram, Flush, Row, StepPlan
 from vllm_ssdkv.connector.worker.binding import Binding
 from vllm_ssdkv.connector.worker.device_memory import held_for_summaries, hold_summary_memory
-from vllm_ssdkv.connector.worker.page_mode import ContextLayers
+from vllm_ssdkv.connector.worker.page_mode import ContextLayers, PageMode
 from vllm_ssdkv.connector.worker.paged_attention import attend_layer, rows_of_step, store_new
 from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
@@ -35,6 +35,7 @@ from vllm_ssdkv.profiling.decode_harness.attention import Attention, timed
 from vllm_ssdkv.profiling.decode_harness.forward import Forward
 from vllm_ssdkv.profiling.decode_harness.models import head_size, kv_heads
 from vllm_ssdkv.profiling.decode_harness.part_clock import AttentionTimer, PartClock
+from vllm_ssdkv.store.context_store import ContextStore
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_header import KEY_BYTES
 from vllm_ssdkv.store.open import StorePlace, open_rank
@@ -185,13 +186,12 @@ class PagedDecoder:
         self._free_slots = list(range(opened.num_slots))[::-1]
         self._free_blocks = list(range(num_blocks))[:0:-1]  # block 0 is vLLM's null block
         modules = [m for m in model.modules() if getattr(m, "layer_idx", None) is not None]
-        self.worker = SSDKVWorker(
-            self.config,
-            self.layout,
-            EmbeddedRank(opened, drives),
-            ContextLayers(tuple(range(self._layers))),
-            Binding(LoadedModel(modules, lambda: ""), 0, functools.partial(place.tell_weights, 0)),
-        )
+        access = EmbeddedRank(opened, ContextStore, drives)
+        layers = ContextLayers(range(self._layers))
+        page_mode = functools.partial(PageMode.open, self.config, self.layout, access, layers)
+        tell_weights = functools.partial(place.tell_weights, 0)
+        binding = Binding(LoadedModel(modules, lambda: ""), 0, tell_weights)
+        self.worker = SSDKVWorker(self.config, self.layout, access, page_mode, binding)
         self._caches: list[torch.Tensor] = []
         try:
             for _ in names:

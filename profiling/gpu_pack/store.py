@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.config.io_engine import EngineKind, EngineOptions
-from vllm_ssdkv.connector.worker.block_copy import BlockPort, OpaquePort, PagedPort
+from vllm_ssdkv.connector.worker.block_copy import BlockPort, OpaquePort
 from vllm_ssdkv.connector.worker.device_memory import channel_memory, hot_memory
+from vllm_ssdkv.connector.worker.paged_port import PagedPort
 from vllm_ssdkv.connector.worker.pinning import pin_arena, unpin_arena
 from vllm_ssdkv.connector.worker.step_timer import StepTimer
 from vllm_ssdkv.connector.worker.stream_fence import StreamFence

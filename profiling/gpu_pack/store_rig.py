@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.io_engine import EngineKind
-from vllm_ssdkv.connector.worker.block_copy import PagedPort
+from vllm_ssdkv.connector.worker.paged_port import PagedPort
 from vllm_ssdkv.connector.worker.pinning import pin_arena, unpin_arena
 from vllm_ssdkv.connector.worker.stream_fence import StreamFence
 from vllm_ssdkv.kernels.dense import select_kernels

@@ -14,11 +14,11 @@ from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.store.context_store import ContextStore
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.open import StorePlace, open_rank
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
-from vllm_ssdkv.store.tiered_store import TieredStore
 
 I64 = NDArray[np.int64]
 Fill = Callable[[I64, NDArray[np.int32]], None]
@@ -86,7 +86,7 @@ class StoreRig:
         hbm: Hbm | None = None,
         block_tokens: int = BLOCK_TOKENS,
         name: str | int = "",
-        **more: Any,  # noqa: ANN401 - of TieredStore
+        **more: Any,  # noqa: ANN401 - of ContextStore
     ):
         """Open it.
 
@@ -97,7 +97,7 @@ class StoreRig:
             hbm: What blocks are loaded into; nothing is copied without.
             block_tokens: Tokens of a block.
             name: A store with another one is another store.
-            more: Keyword arguments of :class:`TieredStore`, and its ``copy_in``.
+            more: Keyword arguments of :class:`ContextStore`, and its ``copy_in``.
 
         Raises:
             BenchError: it has fewer slots than blocks.
@@ -112,7 +112,7 @@ class StoreRig:
             if hbm is not None:
                 hbm.copy(self.store.frames.address(frames), block_ids)
 
-        self.store = TieredStore(
+        self.store = ContextStore(
             self.opened.files,
             self.opened.arena,
             self.opened.plan,

@@ -15,7 +15,7 @@ from tests.store.tails import addresses
 from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.attention.mean_value import RunningMeanV
 from vllm_ssdkv.attention.sparse import SparseDecode
-from vllm_ssdkv.connector.worker.block_copy import PagedPort
+from vllm_ssdkv.connector.worker.paged_port import PagedPort
 from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, PartialState
 from vllm_ssdkv.kernels.paged import select_page_kernels

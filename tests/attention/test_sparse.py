@@ -21,8 +21,8 @@ from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.attention.mean_value import RunningMeanV
 from vllm_ssdkv.attention.sparse import SparseDecode
 from vllm_ssdkv.attention.sparse_deviation import SparseDeviation
-from vllm_ssdkv.connector.worker.block_copy import PagedPort
 from vllm_ssdkv.connector.worker.device_memory import hot_memory
+from vllm_ssdkv.connector.worker.paged_port import PagedPort
 from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, PartialState
 from vllm_ssdkv.kernels.paged import select_page_kernels

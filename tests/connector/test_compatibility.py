@@ -23,8 +23,9 @@ from tests.e2e.models import make_llama
 from tests.messages import entry_for
 from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.connector import attention_backend
-from vllm_ssdkv.connector.attention_backend import PagedAttentionImpl, _is_given, _tiered
+from vllm_ssdkv.connector import attention_impl
+from vllm_ssdkv.connector.attention_backend import _tiered
+from vllm_ssdkv.connector.attention_impl import PagedAttentionImpl, _is_given
 from vllm_ssdkv.connector.compatibility import check_engine
 from vllm_ssdkv.connector.model_layout import attention_spec
 from vllm_ssdkv.connector.x_settings import why_x_does_not_pay, x_shape
@@ -275,7 +276,7 @@ def test_layers_of_equal_bytes_that_are_not_alike() -> None:
 
 
 def test_a_sliding_window_larger_than_that_in_hbm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_backend, "page_config", lambda: PAGE)
+    monkeypatch.setattr(attention_impl, "page_config", lambda: PAGE)
     PagedAttentionImpl(4, 8, 1.0, 2, sliding_window=64)
     with pytest.raises(UnsupportedError, match=r"of 65 tokens, .* is 64: set it to 80 or more"):
         PagedAttentionImpl(4, 8, 1.0, 2, sliding_window=65)

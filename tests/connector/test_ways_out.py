@@ -31,7 +31,8 @@ from tests.test_messages import text_of
 from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector import model_layout as layout
-from vllm_ssdkv.connector.attention_backend import PagedAttentionImpl, SSDKVCPUBackend
+from vllm_ssdkv.connector.attention_backend import SSDKVCPUBackend
+from vllm_ssdkv.connector.attention_impl import PagedAttentionImpl
 from vllm_ssdkv.connector.compatibility import check_engine
 from vllm_ssdkv.connector.obstacle import REUSE, WITHOUT_US
 

@@ -59,7 +59,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_ssdkv import plugin
-from vllm_ssdkv.connector.attention_backend import PagedAttentionImpl, SSDKVBackend, SSDKVCPUBackend
+from vllm_ssdkv.connector.attention_backend import SSDKVBackend, SSDKVCPUBackend
+from vllm_ssdkv.connector.attention_impl import PagedAttentionImpl
 from vllm_ssdkv.connector.connector import SSDKVConnector
 from vllm_ssdkv.connector.kv_cache_spec import TieredAttentionSpec, TieredManager, register_spec
 from vllm_ssdkv.connector.names import CONNECTOR_MODULE

@@ -28,6 +28,7 @@ from tests.kit.waiting import until
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.store import open as opening
+from vllm_ssdkv.store.context_store import ContextStore
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.index.journal import Journal
@@ -35,7 +36,6 @@ from vllm_ssdkv.store.index.slot_index import SlotIndex
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
 from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.read.load_job import LoadJob
-from vllm_ssdkv.store.tiered_store import TieredStore
 
 GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=1, payload_bytes=65000)
 BLOCK_TOKENS = 32
@@ -87,7 +87,7 @@ class Victim:
         assert self.index._journal is not None
         self.journal: Journal = self.index._journal
         self.copied: dict[int, NDArray[np.uint8]] = {}
-        self.store = TieredStore(
+        self.store = ContextStore(
             self.opened.files,
             self.opened.arena,
             self.opened.plan,

@@ -21,7 +21,7 @@ from tests.e2e.stock import Stock
 from tests.kit.node import NodeProcess
 from tests.lanes import ENGINE
 from tests.store.unhurried import open_unhurried_engines
-from vllm_ssdkv.connector.attention_backend import PagedMetadata, PagedMetadataBuilder
+from vllm_ssdkv.connector.attention_impl import PagedMetadata, PagedMetadataBuilder
 from vllm_ssdkv.connector.scheduler import context_recovery, page_admission
 from vllm_ssdkv.connector.worker import layer_copy
 from vllm_ssdkv.store import own_store

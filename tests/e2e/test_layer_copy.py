@@ -17,8 +17,9 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from tests.e2e.stock import Stock
 from tests.e2e.workload import LONG, ROOMY_DRAM, kv_tokens, page_mode, reuse_mode
 from tests.kit.engine import Engine
-from vllm_ssdkv.connector.worker.block_copy import OpaquePort, PagedPort
+from vllm_ssdkv.connector.worker.block_copy import OpaquePort
 from vllm_ssdkv.connector.worker.layer_copy import MOST_WAITING
+from vllm_ssdkv.connector.worker.paged_port import PagedPort
 
 PROMPTS = LONG[1:5]
 HITS = [(len(prompt) - 1) // 32 * 32 for prompt in PROMPTS]

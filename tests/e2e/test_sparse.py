@@ -16,7 +16,7 @@ from tests.e2e.workload import kv_tokens, page_mode
 from tests.faults import set_faults
 from tests.kit.engine import Answer, Engine
 from vllm_ssdkv.connector import active_worker
-from vllm_ssdkv.connector.attention_backend import PagedAttentionImpl, PagedMetadata
+from vllm_ssdkv.connector.attention_impl import PagedAttentionImpl, PagedMetadata
 from vllm_ssdkv.connector.worker import device_memory
 from vllm_ssdkv.profiling.recall.recall import MODEL_DIR, Question, Task, ask
 

@@ -40,7 +40,7 @@ class Case:
 
     def share(self, share: float) -> None:
         """Have so much of the contexts be X from now on."""
-        self.engine.scheduler.connector.scheduler.x_admission.share = share
+        self.engine.scheduler.connector.scheduler.policy.x_admission.share = share
 
     def run(self, after_step: Callable[[int], None] | None = None) -> list[tuple[int, ...]]:
         for number, prompt in enumerate(PROMPTS):

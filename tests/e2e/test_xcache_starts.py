@@ -36,7 +36,7 @@ def test_the_share_follows_what_is_measured(mha: Path, devices: Devices) -> None
     with start(mha, devices(2), share="auto") as engine:
         wanted = engine.answers(PROMPTS, 60)
         assert engine.ssdkv("x_cache_requests") == 0  # nothing is known yet
-        admission = engine.scheduler.connector.scheduler.x_admission
+        admission = engine.scheduler.connector.scheduler.policy.x_admission
         for _ in range(MOST_ROUNDS):
             if admission.rates is not None:
                 break

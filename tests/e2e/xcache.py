@@ -15,7 +15,7 @@ import torch
 from tests.e2e.models import prompts
 from tests.e2e.workload import SMALL_DRAM, kv_tokens, page_mode
 from tests.kit.engine import Engine
-from vllm_ssdkv.connector import attention_backend
+from vllm_ssdkv.connector import attention_impl
 from vllm_ssdkv.connector.worker.page_mode import PageMode
 from vllm_ssdkv.connector.worker.paged_attention import attend_layer
 from vllm_ssdkv.kernels.dense import select_kernels
@@ -100,5 +100,5 @@ def comparing() -> Iterator[Compared]:
         made.compare(paged, layer_name, cache, rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_backend, "attend_layer", spy)
+        patch.setattr(attention_impl, "attend_layer", spy)
         yield made

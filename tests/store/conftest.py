@@ -25,6 +25,7 @@ from vllm_ssdkv.config.io_engine import EngineOptions, ThrottleRule
 from vllm_ssdkv.connector.worker.device_memory import channel_memory, summary_memory
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.store.cache.frames import FrameState
+from vllm_ssdkv.store.context_store import ContextStore
 from vllm_ssdkv.store.devices.data_device import OpenDevice, open_device
 from vllm_ssdkv.store.devices.health import DeviceHealth
 from vllm_ssdkv.store.devices.throughput import ThroughputEstimator
@@ -47,7 +48,6 @@ from vllm_ssdkv.store.placement.replica_selector import Replicas
 from vllm_ssdkv.store.placement.stripe_map import StripeMap
 from vllm_ssdkv.store.placement.units import rule_for
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
-from vllm_ssdkv.store.tiered_store import TieredStore
 from vllm_ssdkv.store.write.summary_builder import SummaryBuilder
 
 SHORT_S = 0.3
@@ -181,7 +181,7 @@ class StoreRig:
     """One rank's store. HBM are its blocks by number."""
 
     geometry: SlotGeometry
-    store: TieredStore
+    store: ContextStore
     devices: list[OpenDevice]
     counters: Counters
     control: Path
@@ -497,7 +497,7 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
 
         # As in the connector: native code copies blocks that are kept as they lie, and no others.
         plain = Hbm(geometry) if geometry.kind == "opaque" else None
-        store = TieredStore(
+        store = ContextStore(
             files,
             arena,
             plan,

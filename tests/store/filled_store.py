@@ -26,6 +26,7 @@ from tests.store.conftest import (
 from vllm_ssdkv.base.errors import FormatError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.store.context_store import ContextStore
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.manifest import Manifest
 from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, SlotGeometry
@@ -34,7 +35,6 @@ from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
 from vllm_ssdkv.store.placement.placement import Placement, placement_of
 from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 from vllm_ssdkv.store.read.load_job import LoadJob
-from vllm_ssdkv.store.tiered_store import TieredStore
 
 GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=1, payload_bytes=8000)
 """Pages with padding, a header with unused bytes."""
@@ -156,7 +156,7 @@ class _Rank:
         self.geometry = place.geometry
         self.opened = open_rank(place, rank, Counters())
         opened = self.opened
-        self.store = TieredStore(
+        self.store = ContextStore(
             opened.files, opened.arena, opened.plan, opened.num_slots, BLOCK_TOKENS, self._copy_in
         )
         self.hbm: dict[int, Bytes] = {}

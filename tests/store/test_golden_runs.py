@@ -33,13 +33,13 @@ from tests.store.conftest import PATIENCE_S, array, key_of
 from tests.store.tails import Tails, tail_of
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.store.context_store import ContextStore
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.segment import Rule
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
 from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
-from vllm_ssdkv.store.tiered_store import TieredStore
 
 GOLDEN = Path(__file__).parent / "golden_runs"
 GEOMETRY = SlotGeometry("paged", layers=2, heads=1, groups=1, payload_bytes=1000)
@@ -79,7 +79,7 @@ class Run:
             self.index, self.rebalancer = open_index(self.place, self.counters)
             stack.callback(self.index.close)
             stack.callback(self.rebalancer.close)
-            self.store = TieredStore(
+            self.store = ContextStore(
                 self.opened.files,
                 self.opened.arena,
                 self.opened.plan,

@@ -35,6 +35,7 @@ from vllm_ssdkv.base.errors import StoreFullError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.store import open as opening
+from vllm_ssdkv.store.context_store import ContextStore
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.journal_record import HEADER_BYTES, RECORD_BYTES
 from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, SlotGeometry
@@ -43,7 +44,6 @@ from vllm_ssdkv.store.io.engines.open import open_engine
 from vllm_ssdkv.store.open import JOURNAL, StorePlace, open_index, open_rank
 from vllm_ssdkv.store.placement.stripe_map import Extents
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
-from vllm_ssdkv.store.tiered_store import TieredStore
 
 pytestmark = pytest.mark.slow
 
@@ -119,7 +119,7 @@ class Store:
         self.index, self.rebalancer = open_index(self.place, self.counters)
         self.restripe()
         self.hbm: dict[int, np.ndarray[Any, np.dtype[np.uint8]]] = {}
-        self.tiers = TieredStore(
+        self.tiers = ContextStore(
             self.opened.files,
             self.opened.arena,
             self.opened.plan,

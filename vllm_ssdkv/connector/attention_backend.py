@@ -6,21 +6,14 @@ unless this engine asks for page mode. On CUDA it is ``--attention-backend CUSTO
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 import torch
 from vllm.config import get_current_vllm_config_or_none
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
-    AttentionLayer,
-    AttentionMetadata,
     AttentionMetadataBuilder,
-    AttentionType,
-    CommonAttentionMetadata,
     MultipleOf,
 )
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -31,27 +24,16 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vllm_ssdkv.attention.exact import RowBatch
-from vllm_ssdkv.base.errors import StepError, UnsupportedError
+from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.connector import active_worker
-from vllm_ssdkv.connector.compatibility import keeps_dtype, refusal_of_layer
+from vllm_ssdkv.connector.compatibility import refusal_of_layer
 from vllm_ssdkv.connector.kv_cache_spec import TieredAttentionSpec
 from vllm_ssdkv.connector.names import CONNECTOR
 from vllm_ssdkv.connector.obstacle import Obstacle
-from vllm_ssdkv.connector.worker.device_memory import hold_summary_memory
-from vllm_ssdkv.connector.worker.host_copy import HostCopy
-from vllm_ssdkv.connector.worker.paged_attention import attend_layer, rows_of_step, store_new
-from vllm_ssdkv.kernels.operands.block_layout import (
-    HEAD_SIZE_STEP,
-    MAX_HEAD_SIZE,
-    head_size_problem,
-)
+from vllm_ssdkv.kernels.operands.block_layout import HEAD_SIZE_STEP, MAX_HEAD_SIZE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-    from vllm_ssdkv.connector.worker.paged_step import PagedStep
 
 _last_known: list[SSDKVConfig | None] = [None]
 
@@ -70,210 +52,6 @@ def page_config(vllm_config: VllmConfig | None = None) -> SSDKVConfig | None:
             config = SSDKVConfig.from_extra_config(transfer.kv_connector_extra_config)
         _last_known[0] = config if config is not None and config.mode == "page" else None
     return _last_known[0]
-
-
-@dataclass
-class PagedMetadata(AttentionMetadata):
-    """One step's batch as vLLM describes it; ``rows`` is made by the first layer that needs it.
-
-    Lengths are the host's, which are right in page mode: with drafts no step is scheduled ahead.
-    """
-
-    query_start: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: HostCopy
-    slot_mapping: torch.Tensor
-    num_actual_tokens: int
-    rows: RowBatch | None = None
-
-    def writes_kv(self) -> bool:
-        """Look for tokens with a place in the KV cache: those of dummy runs have none."""
-        return bool((self.slot_mapping[: self.num_actual_tokens] >= 0).any())
-
-
-class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
-    """Keeps what :class:`PagedAttentionImpl` needs of vLLM's metadata."""
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> PagedMetadata:
-        """Metadata of one step. Does not wait for the device.
-
-        Raises:
-            StepError: vLLM has not told the host how long the requests are.
-        """
-        common = common_attn_metadata
-        if common.seq_lens_cpu_upper_bound is None:
-            raise StepError(
-                "vLLM does not tell the host how long requests are: it runs another version than "
-                "is supported; please report it"
-            )
-        blocks = -(-common.max_seq_len // self.kv_cache_spec.block_size)
-        return PagedMetadata(
-            common.query_start_loc_cpu,
-            common.seq_lens_cpu_upper_bound,
-            HostCopy(common.block_table_tensor[:, :blocks]),
-            common.slot_mapping,
-            common.num_actual_tokens,
-        )
-
-    def __init__(
-        self,
-        kv_cache_spec: AttentionSpec,
-        layer_names: list[str],
-        vllm_config: VllmConfig,
-        device: torch.device,
-    ):
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-
-
-def _is_given(value: object) -> bool:
-    return True if isinstance(value, torch.Tensor) else bool(value)
-
-
-class PagedAttentionImpl(AttentionImpl):
-    """Attention over a window in HBM and a context in the store, one object per layer."""
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: torch.Tensor | None = None,
-        **unknown: Any,  # noqa: ANN401 - features of other backends; refused below
-    ):
-        """Raises UnsupportedError for a feature of the layer that page mode does not compute."""
-        refused = {
-            "ALiBi": alibi_slopes,
-            "logits soft-capping": logits_soft_cap,
-            "KV shared between layers": kv_sharing_target_layer_name,
-            **unknown,
-        }
-        vllm_config = get_current_vllm_config_or_none()
-        found = [name for name, value in refused.items() if _is_given(value)]
-        if attn_type != AttentionType.DECODER:
-            # Such a layer has no KV that another request could use.
-            kind = AttentionType(attn_type).value
-            raise Obstacle(
-                f"page mode does not compute {kind} attention, nor does reuse mode store it"
-            ).error()
-        dtype = None if vllm_config is None else vllm_config.model_config.dtype
-        if not keeps_dtype(kv_cache_dtype, dtype):
-            found.append(f"--kv-cache-dtype {kv_cache_dtype}")
-        if found:
-            raise refusal_of_layer(f"page mode does not compute {', '.join(found)}", vllm_config)
-        if problem := head_size_problem(head_size):
-            raise refusal_of_layer(problem, vllm_config)
-        config, reach = page_config(), sliding_window or 0
-        if config is not None and reach > config.window_tokens:
-            # What a sliding window reaches is in HBM whole, so that such layers read nothing.
-            least = -(-reach // config.page_tokens) * config.page_tokens
-            raise UnsupportedError(
-                f"the model has layers with a sliding window of {reach} tokens, and "
-                f"hbm_window_tokens is {config.window_tokens}: set it to {least} or more"
-            )
-        if config is not None:
-            # With the model, and before vLLM measures what is left for its KV cache.
-            hold_summary_memory(config, torch.device(current_platform.device_type))
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.sliding_window = sliding_window
-        self.sinks = sinks  # a parameter of the model, whose values are loaded later
-        self.scale = float(scale)
-        self.num_kv_heads = num_kv_heads
-
-    def do_kv_cache_update(
-        self,
-        layer: torch.nn.Module,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        """Write new K and V [T, Hkv, D] into HBM, in page layout."""
-        paged = active_worker.page_mode()
-        if paged is None:  # vLLM's profiling run
-            return
-        if paged.projector is not None and paged.projector.projecting:
-            paged.projector.keep(key, value)
-            return
-        store_new(paged, key, value, kv_cache, slot_mapping)
-
-    def forward(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: PagedMetadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attention of one layer; ``query`` and ``output`` are [T, Hq * D] or [T, Hq, D].
-
-        Zeros in vLLM's profiling, warm-up and dummy runs, in which there is no request.
-
-        Raises:
-            StepError: there are requests, and no step to attend for.
-        """
-        worker, paged = active_worker.worker(), active_worker.page_mode()
-        projector = None if paged is None else paged.projector
-        if attn_metadata is None or (projector is not None and projector.projecting):
-            return output.zero_()
-        if paged is None or paged.step is None:
-            warming_up = worker is not None and not worker.began
-            if not warming_up and attn_metadata.writes_kv():
-                raise StepError(
-                    f"{layer.layer_name}: vLLM computes tokens of requests without a step of "
-                    f"{CONNECTOR}: zeros would be served as their attention. It runs another "
-                    "version of vLLM than is supported, or another connector beside it; please "
-                    "report it"
-                )
-            return output.zero_()
-        tokens = attn_metadata.num_actual_tokens
-        if attn_metadata.rows is None:
-            attn_metadata.rows = self._rows(paged.step, attn_metadata, paged.layout.block_tokens)
-            paged.begin_recording(attn_metadata.rows, query.device)
-        paged.record_inputs(layer.layer_name, query.device)
-        queries = self._heads(query, tokens)
-        values = value[:tokens].view(tokens, self.num_kv_heads, self.head_size)
-        attend_layer(
-            paged,
-            layer.layer_name,
-            queries,
-            values,
-            kv_cache,
-            self._heads(output, tokens),
-            attn_metadata.rows,
-            self.scale,
-            sliding_window=self.sliding_window,
-            sinks=self.sinks,
-        )
-        return output
-
-    def _heads(self, values: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The first tokens' values, [tokens, Hq, D]."""
-        if values.shape[0] != tokens:
-            values = values[:tokens]
-        return values.view(tokens, self.num_heads, self.head_size)
-
-    @staticmethod
-    def _rows(step: PagedStep, metadata: PagedMetadata, block_tokens: int) -> RowBatch:
-        query_start = metadata.query_start.numpy().astype(np.int64)
-        lengths = metadata.seq_lens.numpy().astype(np.int64)[: len(query_start) - 1]
-        return rows_of_step(step, query_start, lengths, metadata.block_table.numpy(), block_tokens)
 
 
 def _tiered(spec: AttentionSpec, config: SSDKVConfig) -> AttentionSpec:
@@ -327,11 +105,15 @@ class SSDKVBackend(AttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
         """See vLLM."""
+        from vllm_ssdkv.connector.attention_impl import PagedAttentionImpl
+
         return PagedAttentionImpl
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
         """See vLLM."""
+        from vllm_ssdkv.connector.attention_impl import PagedMetadataBuilder
+
         return PagedMetadataBuilder
 
     @classmethod
@@ -374,14 +156,12 @@ class SSDKVCPUBackend(CPUAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
         """See vLLM."""
-        return CPUAttentionBackend.get_impl_cls() if page_config() is None else PagedAttentionImpl
+        return (CPUAttentionBackend if page_config() is None else SSDKVBackend).get_impl_cls()
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
         """See vLLM."""
-        return (
-            CPUAttentionBackend.get_builder_cls() if page_config() is None else PagedMetadataBuilder
-        )
+        return (CPUAttentionBackend if page_config() is None else SSDKVBackend).get_builder_cls()
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:

@@ -8,13 +8,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.config.request import RequestOptions
-from vllm_ssdkv.offload.xcache.x_rule import XRates
 from vllm_ssdkv.store.format.segment import Segment
+
+if TYPE_CHECKING:
+    from vllm_ssdkv.offload.xcache.x_rule import XRates
 
 SlotArray = NDArray[np.int64]
 

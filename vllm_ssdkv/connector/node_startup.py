@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
@@ -14,6 +15,12 @@ from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.kv_layout import KVLayout
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerStore
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
+from vllm_ssdkv.node.client.node_drives import (
+    NodeDrive,
+    NodeDrives,
+    find_drives,
+    with_node_drives,
+)
 from vllm_ssdkv.node.client.remote_index import RemoteIndex
 from vllm_ssdkv.node.client.remote_store import RemoteStore
 from vllm_ssdkv.node.client.session import Peer, as_name
@@ -74,6 +81,28 @@ def volume_peers(config: SSDKVConfig, run: str, rank: int) -> list[Peer]:
     """
     keys = _keys(config)
     return [Peer(Address.parse(node), keys, "volume", as_name(run), rank) for node in config.nodes]
+
+
+def drives_of_nodes(
+    config: SSDKVConfig, run: str, model: str
+) -> tuple[SSDKVConfig, Sequence[NodeDrive]]:
+    """The drives of nodes in page mode, and the options with these as their devices.
+
+    Raises:
+        ConfigError: see :func:`volume_peers`.
+        StoreError: no node answers.
+    """
+    peers = volume_peers(config, run, 0)
+    drives = find_drives(peers, model, Path(config.state_dir or ""))
+    return with_node_drives(config, drives, peers), drives
+
+
+def connect_drives(
+    config: SSDKVConfig, place: StorePlace, drives: Sequence[NodeDrive], rank: int
+) -> NodeDrives:
+    """The same drives for one rank, which has sessions of its own."""
+    peers = volume_peers(config, place.run, rank)
+    return NodeDrives(peers, drives, place.model, place.counters, config.io.deadline)
 
 
 def open_remote_store(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -32,11 +31,6 @@ from vllm_ssdkv.connector.model_layout import (
     kv_layout,
 )
 from vllm_ssdkv.connector.names import BATCH_PLUGIN, RECOMPUTE
-from vllm_ssdkv.connector.node_startup import (
-    open_remote_index,
-    open_remote_store,
-    volume_peers,
-)
 from vllm_ssdkv.connector.scheduler.admission_slots import AdmissionSlots
 from vllm_ssdkv.connector.scheduler.identities import RankIdentities
 from vllm_ssdkv.connector.scheduler.load_or_recompute import LoadOrRecompute
@@ -47,29 +41,27 @@ from vllm_ssdkv.connector.scheduler.suspension import Suspension
 from vllm_ssdkv.connector.worker.amx import request_amx
 from vllm_ssdkv.connector.worker.binding import Binding
 from vllm_ssdkv.connector.worker.block_comparison import element_type
-from vllm_ssdkv.connector.worker.device_memory import held_for_summaries
-from vllm_ssdkv.connector.worker.node_rank import NodeRank
-from vllm_ssdkv.connector.worker.page_mode import ContextLayers
 from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank, RankAccess
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 from vllm_ssdkv.connector.x_settings import why_x_does_not_pay, x_shape
-from vllm_ssdkv.node.client.node_drives import (
-    NodeDrive,
-    NodeDrives,
-    find_drives,
-    with_node_drives,
-)
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry, round_up
 from vllm_ssdkv.store.memory.memory_plan import MemoryPlan
 from vllm_ssdkv.store.memory.summary_rows import device_row_bytes
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
+from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.own_store import OwnStore, owned
+from vllm_ssdkv.store.tiered_store import TieredStore
 from vllm_ssdkv.store.write_policy import open_write_policy
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from vllm_ssdkv.connector.worker.node_rank import NodeRank
+    from vllm_ssdkv.connector.worker.page_mode import PageMode
+    from vllm_ssdkv.node.client.node_drives import NodeDrive, NodeDrives
+    from vllm_ssdkv.store.context_store import ContextStore
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +90,9 @@ def _identify(
     name = directory_name(model, vllm_config.model_config.revision)
     drives: Sequence[NodeDrive] = ()
     if config.nodes and config.mode == "page":
-        peers = volume_peers(config, run, 0)
-        drives = find_drives(peers, model, Path(config.state_dir or ""))
-        config = with_node_drives(config, drives, peers)
+        from vllm_ssdkv.connector.node_startup import drives_of_nodes
+
+        config, drives = drives_of_nodes(config, run, model)
     place = StorePlace(
         config, layout.geometry, identity, layout.tp_size, replica, model=model, run=run, name=name
     )
@@ -130,55 +122,71 @@ def open_worker(
     if vllm_config.device_config.device_type == "cpu":
         request_amx(found.place.counters)
     with ExitStack() as stack:
-        if config.nodes and config.mode == "reuse":
-            node, layout = _reach_node(config, found, rank)
-            access: RankAccess = node
+        layout, page_mode = found.layout, None
+        access: RankAccess
+        tell_weights: Callable[[bytes], None]
+        tell_weights = functools.partial(found.place.tell_weights, rank)
+        if config.mode == "page":
+            contexts = _context_blocks(config, layout, vllm_config, kv_cache_config)
+            access, page_mode = _open_page_mode(config, vllm_config, found, rank, contexts)
+        elif config.nodes:
+            access, layout = node, _ = _reach_node(config, found, rank)
             tell_weights = node.tell_weights
         else:
-            contexts = _context_blocks(config, found.layout, vllm_config, kv_cache_config)
-            access, layout = _open_files(config, found, rank, contexts), found.layout
-            tell_weights = functools.partial(found.place.tell_weights, rank)
+            access = EmbeddedRank(_open_files(config, found, rank), TieredStore)
         stack.callback(access.close)
-        layers = context_layers(vllm_config, layout) if config.mode == "page" else ()
         modules = vllm_config.compilation_config.static_forward_context
         model = LoadedModel(
             (modules[name] for name in layout.all_layers),
             functools.partial(digest_of_files, vllm_config),
         )
-        shape = x_shape(config, vllm_config)
-        x_layers = [] if shape is None else [modules[n] for n in layout.layer_names]
         binding = Binding(model, rank, tell_weights)
-        attending = ContextLayers(layers, x_layers, shape)
-        worker = SSDKVWorker(config, layout, access, attending, binding)
+        worker = SSDKVWorker(config, layout, access, page_mode, binding)
         stack.pop_all()
     return worker
 
 
-def _open_files(config: SSDKVConfig, found: _Identity, rank: int, contexts: int) -> EmbeddedRank:
-    """This rank's part of a store in this process."""
+def _open_page_mode(
+    config: SSDKVConfig, vllm_config: VllmConfig, found: _Identity, rank: int, contexts: int
+) -> tuple[EmbeddedRank[ContextStore], Callable[[torch.device], PageMode]]:
+    """This rank's part of a store with contexts, and the way to open page mode on a device."""
+    from vllm_ssdkv.connector.worker.device_memory import held_for_summaries
+    from vllm_ssdkv.connector.worker.page_mode import ContextLayers, PageMode
+    from vllm_ssdkv.store.context_store import ContextStore
+
+    layout, drives, held = found.layout, None, held_for_summaries()
+    with ExitStack() as stack:
+        if found.drives:
+            from vllm_ssdkv.connector.node_startup import connect_drives
+
+            drives = connect_drives(config, found.place, found.drives, rank)
+            stack.callback(drives.close, 0.0)
+        opened = _open_files(config, found, rank, contexts, drives, held)
+        access = EmbeddedRank(opened, ContextStore, drives)
+        stack.pop_all()
+        stack.callback(access.close)
+        if rank == 0 and held and not opened.plan.summaries_on_device:
+            _tell_too_little_hbm(opened.plan, layout.geometry)
+        modules = vllm_config.compilation_config.static_forward_context
+        shape = x_shape(config, vllm_config)
+        inputs = [] if shape is None else [modules[name] for name in layout.layer_names]
+        layers = ContextLayers(context_layers(vllm_config, layout), inputs, shape)
+        stack.pop_all()
+    return access, functools.partial(PageMode.open, config, layout, access, layers)
+
+
+def _open_files(
+    config: SSDKVConfig,
+    found: _Identity,
+    rank: int,
+    contexts: int = 0,
+    drives: NodeDrives | None = None,
+    held: int = 0,
+) -> OpenStore:
+    """This rank's files of a store; ``drives`` have the slots, where nodes do, and ``held`` bytes
+    of HBM are there for summaries."""
     counters = found.place.counters
-    drives = None
-    if found.drives:
-        drives = NodeDrives(
-            volume_peers(config, found.place.run, rank),
-            found.drives,
-            found.place.model,
-            counters,
-            config.io.deadline,
-        )
-    try:
-        opened = open_rank(
-            found.place,
-            rank,
-            counters,
-            contexts,
-            remote=drives,
-            hbm_summaries=held_for_summaries(),
-        )
-    except BaseException:
-        if drives is not None:
-            drives.close(0.0)
-        raise
+    opened = open_rank(found.place, rank, counters, contexts, remote=drives, hbm_summaries=held)
     try:
         counters.start_at_zero(opened.files.health.paths)
         engine = opened.files.engine.name
@@ -193,27 +201,28 @@ def _open_files(config: SSDKVConfig, found: _Identity, rank: int, contexts: int)
                     f"time{where}; requests that can run have up to {contexts * tokens}"
                 )
             logger.info("%s", _summary(config, found, lines))
-            _tell_too_little_hbm(opened.plan, found.layout.geometry)
     except BaseException:
-        EmbeddedRank(opened, drives).close()
+        opened.close()
         raise
-    return EmbeddedRank(opened, drives)
+    return opened
 
 
 def _tell_too_little_hbm(plan: MemoryPlan, geometry: SlotGeometry) -> None:
-    """Say so where memory of the GPU is held for summaries, and they lie in DRAM all the same."""
-    if held_for_summaries() and not plan.summaries_on_device:
-        needed = plan.summary_rows * device_row_bytes(geometry)
-        logger.warning(
-            "ssdkv: sparse.hbm_summaries has room for fewer blocks than the %d whose summaries "
-            "DRAM holds, where they stay: give it %s, or 0",
-            plan.summary_rows,
-            format_size(round_up(needed, MIB)),
-        )
+    """Say that memory of the GPU is held for summaries, and they lie in DRAM all the same."""
+    needed = plan.summary_rows * device_row_bytes(geometry)
+    logger.warning(
+        "ssdkv: sparse.hbm_summaries has room for fewer blocks than the %d whose summaries "
+        "DRAM holds, where they stay: give it %s, or 0",
+        plan.summary_rows,
+        format_size(round_up(needed, MIB)),
+    )
 
 
 def _reach_node(config: SSDKVConfig, found: _Identity, rank: int) -> tuple[NodeRank, KVLayout]:
     """This rank's part of a store that a node has, and the layout of slots there."""
+    from vllm_ssdkv.connector.node_startup import open_remote_store
+    from vllm_ssdkv.connector.worker.node_rank import NodeRank
+
     counters = found.place.counters
     store, layout = open_remote_store(config, found.place, found.layout, rank, counters)
     counters.start_at_zero(())
@@ -263,6 +272,8 @@ def open_scheduler(
     max_model_len = vllm_config.model_config.max_model_len
     with ExitStack() as stack:
         if config.nodes and config.mode == "reuse":
+            from vllm_ssdkv.connector.node_startup import open_remote_index
+
             store, weights = open_remote_index(config, found.place, found.layout, stack)
         else:
             weights = found.place.bind(settings)

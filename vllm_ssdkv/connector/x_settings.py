@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.obstacle import Obstacle
-from vllm_ssdkv.offload.xcache.x_rule import XShape
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from vllm_ssdkv.offload.xcache.x_rule import XShape
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ def why_x_does_not_pay(vllm_config: VllmConfig) -> str:
 
 
 def _shape(vllm_config: VllmConfig) -> XShape:
+    from vllm_ssdkv.offload.xcache.x_rule import XShape
+
     model = vllm_config.model_config
     layer = model.model_arch_config[0]
     return XShape(

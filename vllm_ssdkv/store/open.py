@@ -31,12 +31,12 @@ from vllm_ssdkv.base.file_access import create_directory, why_refused
 from vllm_ssdkv.base.file_lock import require_unlocked
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import format_size
+from vllm_ssdkv.config.encryption import EncryptionConfig
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.store.devices.data_device import OpenDevice, open_device
 from vllm_ssdkv.store.devices.data_file import claim, read_superblock
 from vllm_ssdkv.store.devices.health import DeviceHealth
 from vllm_ssdkv.store.devices.manifest_copies import CopySpreader
-from vllm_ssdkv.store.devices.manifest_from_superblocks import rebuilt
 from vllm_ssdkv.store.devices.remote_devices import RemoteDevices, RemoteVolume, stub_of
 from vllm_ssdkv.store.devices.throughput import ThroughputEstimator
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
@@ -53,16 +53,14 @@ from vllm_ssdkv.store.format.superblock import KEY_ID_BYTES, data_file_path
 from vllm_ssdkv.store.index.journal import Journal, journal_bytes
 from vllm_ssdkv.store.index.recovery import ProgressLog
 from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS, SlotIndex
-from vllm_ssdkv.store.integrity.cipher import CipherCodec
-from vllm_ssdkv.store.integrity.key_source import read_key
 from vllm_ssdkv.store.integrity.page_verification import PageSampler
 from vllm_ssdkv.store.integrity.slot_codec import ChecksumCodec, SlotCodec
+from vllm_ssdkv.store.integrity.store_key import StoreKey
 from vllm_ssdkv.store.io.device_prober import Identity
 from vllm_ssdkv.store.io.engines.open import open_engine
 from vllm_ssdkv.store.io.slot_io import SlotIO
 from vllm_ssdkv.store.location import Location, choose_state, locate
-from vllm_ssdkv.store.maintenance.journal_rebuild import is_lost, rebuild_journal, set_aside
-from vllm_ssdkv.store.maintenance.offline_store import StoredStore
+from vllm_ssdkv.store.maintenance.offline_store import StoredStore, is_lost, set_aside
 from vllm_ssdkv.store.manifest_keeper import ManifestKeeper
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.memory.memory_plan import MemoryPlan, SparseMemory
@@ -122,7 +120,7 @@ class StorePlace:
         self.tp_size = tp_size
         self.run = run or str(uuid4())
         self.model, self.name = model, name
-        self.key = None if config.encryption is None else read_key(config.encryption)
+        self.key = None if config.encryption is None else _key(config.encryption)
         if geometry.encrypted != (self.key is not None):
             raise ValueError(f"geometry of encrypted slots: {geometry.encrypted}")
         self.counters = Counters()
@@ -218,6 +216,8 @@ class StorePlace:
         if self.key is None:
             sampler = PageSampler(self.config.io.verify)
             return ChecksumCodec(self.geometry, digest, rank, arena, sampler)
+        from vllm_ssdkv.store.integrity.cipher import CipherCodec
+
         slots_key = self.key.slots(UUID(self.stored().store), rank)
         return CipherCodec(self.geometry, digest, rank, arena, slots_key)
 
@@ -267,6 +267,8 @@ class StorePlace:
         """A manifest from superblocks, which is not saved yet."""
         if not isinstance(damage, DamagedError):
             raise damage
+        from vllm_ssdkv.store.devices.manifest_from_superblocks import rebuilt
+
         try:
             found = rebuilt(self.paths, self.fingerprint, self.geometry, self.tp_size, self.key_id)
         except StoreError as error:
@@ -394,6 +396,12 @@ class StorePlace:
         if found is None:
             raise StoreError(f"{self.state}: store.json was removed while the store was opened")
         return found
+
+
+def _key(options: EncryptionConfig) -> StoreKey:
+    from vllm_ssdkv.store.integrity.key_source import read_key
+
+    return read_key(options)
 
 
 def _make_directory(path: Path, *, parents: bool) -> None:
@@ -648,6 +656,8 @@ def _find_journal(place: StorePlace, manifest: Manifest) -> None:
             lost,
         )
         return
+    from vllm_ssdkv.store.maintenance.journal_rebuild import rebuild_journal
+
     place.counters.add("journal_rebuilds")
     begin = time.monotonic()
     try:

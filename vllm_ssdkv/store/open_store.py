@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from vllm_ssdkv.base.sizes import approximate_size
 from vllm_ssdkv.store.devices.data_device import OpenDevice
-from vllm_ssdkv.store.integrity.cipher import libcrypto_version
 from vllm_ssdkv.store.io.device_prober import Identity
 from vllm_ssdkv.store.io.slot_io import SlotIO
 from vllm_ssdkv.store.memory.arena import Arena
@@ -47,10 +46,15 @@ class OpenStore:
             f"store {self.files.placement.slots} blocks of {approximate_size(slot)} per rank"
             f"{', each of them twice' if self.files.placement.most_copies > 1 else ''}, engine "
             f"{self.files.engine.name}",
-            f"encryption AES-256-GCM ({libcrypto_version()}), key id {self.key_id.hex()}"
-            if self.key_id
-            else "encryption off",
+            self._encryption(),
         ]
+
+    def _encryption(self) -> str:
+        if not self.key_id:
+            return "encryption off"
+        from vllm_ssdkv.store.integrity.cipher import libcrypto_version
+
+        return f"encryption AES-256-GCM ({libcrypto_version()}), key id {self.key_id.hex()}"
 
     def _choice(self) -> str:
         if not self.plan.page_places:

@@ -1,4 +1,4 @@
-"""A device's memory, DRAM and SSD of one rank as one interface: hold, commit, load, stream.
+"""DRAM and SSD of one rank as one interface: hold, commit, load.
 
 The worker process owns residency: which slots are in DRAM is decided here and nowhere else.
 """
@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
-from vllm_ssdkv.store.cache.dram_balancer import DramBalancer
 from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache, FrameState
-from vllm_ssdkv.store.cache.selected_pages import SelectedPageCache
-from vllm_ssdkv.store.cache.summaries import SummaryTable
 from vllm_ssdkv.store.format.slot_header_batch import key_rows
 from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
 from vllm_ssdkv.store.io.async_verifier import AsyncVerifier
@@ -27,15 +25,9 @@ from vllm_ssdkv.store.io.device_prober import DeviceProber, Identity
 from vllm_ssdkv.store.io.slot_io import SlotIO
 from vllm_ssdkv.store.maintenance.scrubber import Scrubber
 from vllm_ssdkv.store.memory.arena import Arena
-from vllm_ssdkv.store.memory.device_memory import DeviceMemory
-from vllm_ssdkv.store.memory.memory_plan import MemoryPlan, PageEvictionPolicy
-from vllm_ssdkv.store.read.context_stream import ContextStream
-from vllm_ssdkv.store.read.gpu_pages import GpuPageCache
+from vllm_ssdkv.store.memory.memory_plan import MemoryPlan
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
-from vllm_ssdkv.store.read.page_fetcher import PageFetcher
-from vllm_ssdkv.store.read.peer_path import ReadPath
 from vllm_ssdkv.store.read.prefix_loader import CopyIn, PrefixLoader
-from vllm_ssdkv.store.read.selected_context import SelectedContexts
 from vllm_ssdkv.store.write.flusher import Flusher, Pending
 from vllm_ssdkv.store.write.summary_builder import SummaryBuilder
 from vllm_ssdkv.store.write.trim import SlotTrimmer
@@ -46,19 +38,19 @@ QUIET_S = 0.5
 """How long nobody must have asked for anything before the scrub reads: longer than the gap between
 two steps of a request that is being decoded."""
 
-_NO_SLOTS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-
-_LEAST_ROOM = 8
-"""Frames that must be free for running contexts' blocks to be brought in, unless fewer do."""
+CHOICE_GAUGES: Final = (
+    *("hot_pages_places", "hot_pages_held", "page_cache_places", "page_cache_pages"),
+    *("summaries_places", "summaries_held"),
+)
+"""Gauges of what a :class:`ContextStore` has beside frames."""
 
 
 class TieredStore:
-    """The store of one rank.
+    """The store of one rank; in mode ``page`` a :class:`ContextStore`.
 
-    ``load``, ``take_load_outcomes``, ``reserve_frames``, ``stream`` and the context methods belong
-    to the thread that runs the forward pass; the rest is thread-safe. Only ``reserve_frames``,
-    ``choose``, ``drain``, ``close`` and, if asked to, ``take_load_outcomes`` block, with a
-    deadline.
+    ``load``, ``take_load_outcomes`` and ``reserve_frames`` belong to the thread that runs the
+    forward pass; the rest is thread-safe. Only ``reserve_frames``, ``drain``, ``close`` and, if
+    asked to, ``take_load_outcomes`` block, with a deadline.
     """
 
     def __init__(
@@ -99,64 +91,17 @@ class TieredStore:
             num_slots, geometry.pages, codec.opening_words, codec.mark_words
         )
         self._verifier = AsyncVerifier()
-        self._staging = BufferPool(0, geometry.layer_bytes, plan.staging_pieces)
-        self._staging_pieces = plan.staging_pieces
-        self._x_staging: BufferPool | None = None
-        self._x_pages = 0
         headers = BufferPool(plan.staging_bytes, geometry.header_bytes, plan.header_pieces)
         images = None
         if plan.images:
             # Padding between pages is written as it lies here: it must never hold plain bytes.
             arena.view(plan.image_offset, plan.frame_offset - plan.image_offset)[:] = 0
             images = BufferPool(plan.image_offset, plan.image_bytes, plan.images)
-        self._pages: SelectedPageCache | None = None
-        self._balancer: DramBalancer | None = None
-        self._hot: GpuPageCache | None = None
-        self._policy: PageEvictionPolicy = "lru"
-        self._num_slots = num_slots
-        self._summaries: SummaryTable | None = None
-        self._summarizer = summarizer
-        places = np.arange(plan.tails, dtype=np.uint64) * np.uint64(geometry.tail_bytes)
-        self.tails = np.uint64(arena.address + plan.tail_offset) + places
-        """Absolute addresses of memory for tails, [n], which the thread of the forward pass may use
-        until its next call; none where slots have no tail."""
-        if plan.choice is not None:
-            self._pages = SelectedPageCache(
-                arena,
-                plan.page_offset,
-                geometry,
-                plan.page_places,
-                num_slots,
-                plan.choice.page_policy,
-            )
-            self._summaries = SummaryTable(
-                arena,
-                plan.summary_offset,
-                geometry,
-                plan.choice.page_tokens,
-                plan.summary_rows,
-                num_slots,
-                channels=plan.choice.channels == "dram",
-                records_on_device=plan.summaries_on_device,
-            )
-            self._fetcher = PageFetcher(files, self._seals, self._pages)
-            self._policy = plan.choice.page_policy
-            self._balancer = DramBalancer(
-                geometry,
-                plan,
-                self.frames,
-                self._pages,
-                self._summaries,
-                self.busy,
-                files.deadline_s,
-            )
-        self._contexts: dict[str, NDArray[np.int64]] = {}
-        self._stream: ContextStream | None = None
-        self._x_stream: ContextStream | None = None
         self._block_tokens = block_tokens
         self._more_loaders: list[PrefixLoader] = []
         self._used = time.monotonic()
         self._scrubber: Scrubber | None = None
+        self._divide(plan, num_slots, summarizer)
         with ExitStack() as stack:  # last, since these are threads
             self._prober = DeviceProber(files, arena, plan.probe_offset, identities)
             stack.callback(self._prober.close, files.deadline_s)
@@ -188,68 +133,13 @@ class TieredStore:
                 )
             stack.pop_all()
 
-    def keep_hot_pages(self, memory: DeviceMemory) -> None:
-        """Chosen pages are kept in this memory, too, which must live as long as the store.
-
-        Raises:
-            ValueError: the slots of this store have no summaries, so that nothing can be chosen.
-        """
-        if self._pages is None:
-            raise ValueError("slots without summaries: nothing can be chosen")
-        geometry = self.files.geometry
-        self._hot = GpuPageCache(memory, self._fetcher, geometry, self._num_slots, self._policy)
-
-    def divide_staging(self, pages: int) -> None:
-        """Give :meth:`stream_x` half of the staging buffer, in pieces of so many pages of a layer.
-        Page mode, before the first step."""
-        theirs = self._staging_pieces // 2
-        geometry, own = self.files.geometry, self._staging_pieces - theirs
-        nbytes = pages * geometry.page_bytes
-        self._staging = BufferPool(0, geometry.layer_bytes, own)
-        count = theirs * geometry.layer_bytes // nbytes
-        self._x_staging = BufferPool(own * geometry.layer_bytes, nbytes, count)
-        self._x_pages = pages
-
-    @property
-    def device_places(self) -> int:
-        """Pages that :meth:`keep_on_device` needs memory for."""
-        return 0 if self._summaries is None else self._summaries.device_places
-
-    def keep_on_device(self, memory: DeviceMemory) -> None:
-        """Channel-major K, or the summaries where the plan says so, are kept in this memory, before
-        any are kept at all.
-
-        Raises:
-            ValueError: the slots have none, DRAM has them, or the memory is too small.
-        """
-        if self._summaries is None:
-            raise ValueError("slots without summaries: nothing can be chosen")
-        self._summaries.keep_on_device(memory)
+    def _divide(self, plan: MemoryPlan, num_slots: int, summarizer: SummaryBuilder | None) -> None:
+        """Take what the plan has beside frames, before there are threads: nothing here."""
 
     @property
     def open_frames(self) -> int:
         """Frames that DRAM has now; the least it ever has is ``frames.frames``."""
-        return self.frames.frames + (0 if self._balancer is None else self._balancer.lent)
-
-    def streamed(
-        self, contexts: Sequence[NDArray[np.int64]], most: float
-    ) -> list[NDArray[np.int64]]:
-        """Positions of blocks of these contexts that DRAM does not have and has room for, without
-        taking any from running contexts: of each context, ascending, in all ``most`` of the blocks
-        that are missing. Nothing, where room is for next to none."""
-        found = [np.flatnonzero(self.frames.frames_of(slots) == NO_FRAME) for slots in contexts]
-        missing = sum(map(len, found))
-        room = self.frames.spare() + (0 if self._balancer is None else self._balancer.spare)
-        if room < min(missing, _LEAST_ROOM):
-            return [positions[:0] for positions in found]
-        left = min(room, max(_LEAST_ROOM, int(most * missing)))
-        seen = np.zeros(0, dtype=np.int64)
-        for i, positions in enumerate(found):
-            new = positions[~np.isin(contexts[i][positions], seen)][:left]
-            seen = np.concatenate([seen, contexts[i][new]])
-            left -= len(new)
-            found[i] = new
-        return found
+        return self.frames.frames
 
     @property
     def save_frames(self) -> FrameCache:
@@ -280,8 +170,7 @@ class TieredStore:
         self._used = time.monotonic()
         self._forget_content(slots)
         self.frames.forget(slots)
-        if self._balancer is not None:
-            self._balancer.make_room(slots)
+        self._make_room(slots)
         held = self.frames.take(slots, FrameState.HELD, spare_contexts=spare_contexts)
         if len(held) or len(slots) == 0 or not wait:
             return held
@@ -354,18 +243,11 @@ class TieredStore:
         self._writer.abandon(slots)
 
     def _forget_content(self, slots: NDArray[np.int64]) -> None:
+        """Forget what memory has of slots whose content changes, beside their frames."""
         self._seals.forget(slots)
-        if self._pages is not None and self._summaries is not None:
-            self._pages.forget(slots)
-            self._summaries.forget(slots)
-        if self._hot is not None:
-            self._hot.forget(slots)
 
-    def filled(self, slots: NDArray[np.int64], tails: NDArray[np.uint64]) -> None:
-        """Keep what selectors look at: the frames of :meth:`reserve_frames` for these slots are
-        filled. ``tails``: absolute addresses of their sparse sections, [n], if they have any."""
-        if self._summaries is not None:
-            self._summaries.put_tails(slots, tails)
+    def _make_room(self, slots: NDArray[np.int64]) -> None:
+        """Have frames for these slots, as far as memory has other uses: it has none here."""
 
     def trim(self, slots: NDArray[np.int64]) -> None:
         """Slots that hold nothing: their devices may know, if the option ``trim`` is on."""
@@ -417,20 +299,12 @@ class TieredStore:
         """Bring a hit in, in the background. ``whole``: it will be attended to as a whole, in every
         step: all of it should be in DRAM; else it will be chosen from."""
         self._used = time.monotonic()
-        if self._balancer is not None and whole:
-            self._balancer.expect(job.request_id, job.slots)
-        elif self._balancer is not None:
-            self._balancer.reserve(len(job.slots))
         self._loader.load(job)
 
     def take_load_outcomes(self, patience_s: float = 0.0) -> list[LoadOutcome]:
         """Loads that ended since the last call; waits so long for the first one, if any is under
         way."""
-        outcomes = self._loader.take_outcomes(patience_s)
-        if self._balancer is not None:
-            for outcome in outcomes:
-                self._balancer.arrived(outcome.request_id)
-        return outcomes
+        return self._loader.take_outcomes(patience_s)
 
     def busy(self) -> bool:
         """Check whether writes or loads are under way."""
@@ -439,9 +313,7 @@ class TieredStore:
 
     def idle(self) -> bool:
         """Check whether nothing is under way, and nobody has asked for anything for a while."""
-        streams = (self._stream, self._x_stream)
-        streaming = any(stream is not None and not stream.closed for stream in streams)
-        return not (streaming or self.busy()) and time.monotonic() - self._used > QUIET_S
+        return not self.busy() and time.monotonic() - self._used > QUIET_S
 
     def take_scrubbed(self) -> list[tuple[int, int]]:
         """(slot, epoch) pairs that the scrub found bad since the last call."""
@@ -456,155 +328,15 @@ class TieredStore:
         if self._scrubber is not None:
             self._scrubber.confirm(stored)
 
-    # ---- contexts (page mode) ----
-
-    def extend_context(self, request_id: str, start: int, slots: NDArray[np.int64]) -> None:
-        """Slots of a request's blocks ``start``, ``start + 1``, ...; ``start`` 0 begins anew.
-
-        Raises:
-            ValueError: ``start`` is not where the known blocks end.
-        """
-        if start == 0:
-            self.drop_context(request_id)
-        known = self._contexts.get(request_id, _NO_SLOTS)
-        if start != len(known):
-            raise ValueError(
-                f"blocks of request {request_id} from {start} on cannot follow {len(known)}"
-            )
-        self._contexts[request_id] = np.concatenate([known, slots])
-        self.frames.retain(slots)
-
-    def drop_context(self, request_id: str) -> None:
-        """The request does not run any more."""
-        slots = self._contexts.pop(request_id, None)
-        if slots is not None:
-            self._seals.release(self.frames.release_references(slots))
-
-    def context(self, request_id: str, blocks: int) -> NDArray[np.int64] | None:
-        """Slots of a request's first ``blocks`` blocks, or None when not all are known."""
-        slots = self._contexts.get(request_id, _NO_SLOTS)
-        return slots[:blocks] if len(slots) >= blocks else None
-
-    def context_from(self, request_id: str, block: int) -> NDArray[np.int64]:
-        """Slots of a request's blocks from ``block`` on, as far as they are known."""
-        return self._contexts.get(request_id, _NO_SLOTS)[block:]
-
-    def stream(
-        self,
-        contexts: Sequence[NDArray[np.int64]],
-        chosen: Collection[int] = (),
-        dense_layers: int = 0,
-        layers: Sequence[int] | None = None,
-        peer: ReadPath | None = None,
-        *,
-        elsewhere: bool = False,
-    ) -> ContextStream:
-        """Walk over the contexts of one step's rows in these ``layers``, ascending (default: in
-        all); starts reading at once, unless they are attended to ``elsewhere``.
-
-        Rows in ``chosen`` take part in the first ``dense_layers`` of them only.
-        """
-        self._used = time.monotonic()
-        self._stream = ContextStream(
-            self.files,
-            self.frames,
-            self._seals,
-            self._staging,
-            self._verifier,
-            contexts,
-            chosen,
-            dense_layers,
-            layers,
-            peer=peer,
-            elsewhere=elsewhere,
-        )
-        return self._stream
-
-    @property
-    def checksums(self) -> ChecksumTable:
-        """Digests of the pages of running contexts."""
-        return self._seals
-
-    def stream_x(
-        self, contexts: Sequence[NDArray[np.int64]], layers: Sequence[int]
-    ) -> ContextStream:
-        """As :meth:`stream`, of blocks that hold X: the first pages of each layer are read.
-
-        It has staging buffers of its own, so that one thread may use it while another one uses that
-        of :meth:`stream`.
-
-        Raises:
-            ValueError: :meth:`divide_staging` was not called.
-        """
-        if self._x_staging is None:
-            raise ValueError("the staging buffer was not divided: there is none for X")
-        self._x_stream = ContextStream(
-            self.files,
-            self.frames,
-            self._seals,
-            self._x_staging,
-            self._verifier,
-            contexts,
-            layers=layers,
-            pages=self._x_pages,
-        )
-        return self._x_stream
-
-    def rebalance_dram(
-        self,
-        contexts: Sequence[NDArray[np.int64]],
-        choosing: Collection[int],
-        later: Collection[int] = (),
-    ) -> None:
-        """A step has ended, with these slots of its rows, some of which chose, and others will
-        ``later``: DRAM may be divided anew."""
-        if self._balancer is not None:
-            self._balancer.rebalance(contexts, choosing, later)
-
-    def choose(
-        self, contexts: Sequence[NDArray[np.int64]], rows: Sequence[int]
-    ) -> SelectedContexts:
-        """The contexts of rows whose queries choose pages. Blocks while summaries are read, and
-        while frames are in use whose memory these need.
-
-        Raises:
-            ValueError: the slots of this store have no summaries.
-        """
-        if self._pages is None or self._summaries is None or self._summarizer is None:
-            raise ValueError("slots without summaries: nothing can be chosen")
-        if self._balancer is not None:
-            self._balancer.choose(contexts, rows)
-        self._used = time.monotonic()
-        self._pages.step(self.files.speed.rates())
-        if self._hot is not None:
-            self._hot.step()
-        return SelectedContexts(
-            self.files.geometry,
-            self.frames,
-            self._summaries,
-            self._summarizer,
-            self.tails,
-            self._fetcher,
-            contexts,
-            rows,
-            self._hot,
-        )
-
     def gauges(self) -> dict[str, int]:
         """Frames that DRAM has, those in use and those not written; single pages and summaries that
-        memory holds, and has room for; by metric."""
+        memory holds, and has room for, none here; by metric."""
         there, frames = self.open_frames, self.frames
-        pages, summaries = self._pages, self._summaries
         return {
             "dram_frames": there,
             "dram_frames_used": there - frames.count(FrameState.FREE),
             "dram_frames_dirty": frames.count(FrameState.HELD, FrameState.WRITING),
-            "hot_pages_places": 0 if self._hot is None else self._hot.places,
-            "hot_pages_held": 0 if self._hot is None else self._hot.held(),
-            "page_cache_places": 0 if pages is None else pages.open_places,
-            "page_cache_pages": 0 if pages is None else pages.held(),
-            "summaries_places": 0 if summaries is None else summaries.open_rows,
-            "summaries_held": 0 if summaries is None else summaries.held(),
+            **dict.fromkeys(CHOICE_GAUGES, 0),
         }
 
     # ---- end ----

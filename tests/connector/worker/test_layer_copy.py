@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -26,13 +27,15 @@ from vllm_ssdkv.connector.identity.module_tree import TREE
 from vllm_ssdkv.connector.kv_layout import KVLayout, block_layout, paged_geometry
 from vllm_ssdkv.connector.messages import ContextDelta, CopyFrames, CopyToDram, Flush, Row, StepPlan
 from vllm_ssdkv.connector.worker.binding import Binding
-from vllm_ssdkv.connector.worker.block_copy import BlockPort, OpaquePort, PagedPort
+from vllm_ssdkv.connector.worker.block_copy import BlockPort, OpaquePort
 from vllm_ssdkv.connector.worker.layer_copy import LEAST_BYTES, MOST_WAITING, LayerCopier
-from vllm_ssdkv.connector.worker.page_mode import ContextLayers
+from vllm_ssdkv.connector.worker.page_mode import ContextLayers, PageMode
+from vllm_ssdkv.connector.worker.paged_port import PagedPort
 from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache, FrameState
+from vllm_ssdkv.store.context_store import ContextStore
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, SlotGeometry, round_up
 from vllm_ssdkv.store.memory.arena import Arena
@@ -422,9 +425,12 @@ def worker(tmp_path: Path) -> Iterator[SSDKVWorker]:
     TREE.install()
     root = torch.nn.Sequential(torch.nn.Linear(2, 2))
     model = LoadedModel(root, str)
-    access = EmbeddedRank(open_rank(place, 0, place.counters, 0))
+    access = EmbeddedRank(open_rank(place, 0, place.counters, 0), ContextStore)
+    layout = layout_of(geometry)
     binding = Binding(model, 0, lambda _: None)
-    made = SSDKVWorker(config, layout_of(geometry), access, ContextLayers(range(LAYERS)), binding)
+    layers = ContextLayers(range(LAYERS))
+    page_mode = functools.partial(PageMode.open, config, layout, access, layers)
+    made = SSDKVWorker(config, layout, access, page_mode, binding)
     caches = {name: torch.randn(BLOCKS, HEADS * TOKENS * SIZE * 2) for name in NAMES}
     made.register(caches)
     assert made.layers is not None

@@ -18,7 +18,6 @@ from tests.store.filled_store import GEOMETRY, FilledStore, flip, loop_devices
 from tests.store.opening import close
 from vllm_ssdkv.base.errors import DeadlineError, DeviceError, FormatError, StoreError
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.store import open as opening
 from vllm_ssdkv.store.devices.manifest_copies import AREAS, CopySpreader, read_copy
 from vllm_ssdkv.store.format import slot_geometry
 from vllm_ssdkv.store.format.journal_record import JOURNAL
@@ -389,7 +388,7 @@ def test_a_scan_that_fails_is_no_empty_store(make: Make, monkeypatch: pytest.Mon
         raise DeadlineError("a read did not end within 60 s on /mnt/a: check the drives")
 
     with monkeypatch.context() as patch:
-        patch.setattr(opening, "rebuild_journal", hangs)
+        patch.setattr(journal_rebuild, "rebuild_journal", hangs)
         with pytest.raises(DeviceError, match=r"journal is missing.*/mnt/a.*devices.*recover"):
             open_index(store.place)
         place = replace(store, options=store.options | {"recover": "none"}).place
@@ -404,7 +403,7 @@ def test_after_a_scan_that_failed_the_next_one_counts(
     store = make()
     (store.state / JOURNAL).unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(opening, "rebuild_journal", lambda *_, **__: 1 / 0)
+        patch.setattr(journal_rebuild, "rebuild_journal", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             open_index(store.place)
     assert store.served() == set(SLOTS)

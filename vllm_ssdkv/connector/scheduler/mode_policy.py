@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from vllm_ssdkv.offload.xcache.x_rule import XRates
+
 
 class ModePolicy(Protocol):
     """Everything that the modes do differently. Used by the scheduler's thread; never blocks.
@@ -53,6 +55,9 @@ class ModePolicy(Protocol):
         """Its load has ended well."""
 
     # ---- steps ----
+
+    def measured_x(self, rates: XRates) -> None:
+        """A worker has measured what X takes, by these rates."""
 
     def begin_step(self) -> None:
         """vLLM has asked for whom it wanted, and scheduled a step."""

@@ -22,6 +22,7 @@ from vllm_ssdkv.connector.scheduler.page_admission import PageAdmission
 from vllm_ssdkv.connector.scheduler.pending_context_loads import PendingContextLoads
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerParts
+from vllm_ssdkv.connector.scheduler.x_admission import XAdmission
 from vllm_ssdkv.store.own_store import owned
 
 if TYPE_CHECKING:
@@ -29,9 +30,15 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from vllm_ssdkv.offload.xcache.x_rule import XRates
+
 
 class PagePolicy:
-    """A :class:`ModePolicy`. Slots are reserved for a request's whole context before it runs."""
+    """A :class:`ModePolicy`. Slots are reserved for a request's whole context before it runs.
+
+    Attributes:
+        x_admission: Choice of the requests that are stored as X.
+    """
 
     whole_hits = True
 
@@ -46,7 +53,9 @@ class PagePolicy:
         # How many running requests' contexts hold a slot.
         self._in_contexts: Counter[int] = Counter()
         self._arriving = PendingContextLoads()
-        self._x = parts.x_admission
+        self.x_admission = XAdmission(
+            parts.engine.x_share, parts.engine.x_shape, parts.store.counters
+        )
 
     def bind(self, hbm: KVCacheManager) -> None:
         """Find the part of the block manager that can send requests back."""
@@ -96,7 +105,7 @@ class PagePolicy:
         """Reserve slots for the request's context."""
         state.reserved = self._admission.blocks_needed(state.request)
         self._index.reserve(state.reserved)
-        self._x.arrived(state.request_id, state.reserved)
+        self.x_admission.arrived(state.request_id, state.reserved)
 
     def load_begins(self, state: RequestState, load: GroupLoad, blocks: int) -> None:
         """The hit is the beginning of the request's context."""
@@ -114,6 +123,10 @@ class PagePolicy:
 
     # ---- steps ----
 
+    def measured_x(self, rates: XRates) -> None:
+        """Choose how many of the requests that come are stored as X."""
+        self.x_admission.measured(rates)
+
     def begin_step(self) -> None:
         """Nothing."""
 
@@ -127,7 +140,7 @@ class PagePolicy:
     ) -> None:
         """Tell the workers of the row; every completed block gets a slot, from where it is read
         when the window leaves it."""
-        if not computed and not state.slots and self._x.admit(state.request_id):
+        if not computed and not state.slots and self.x_admission.admit(state.request_id):
             # It begins with nothing that was found, so none of its context is K and V.
             state.as_x = True
             self._keys.keep_apart(state.request_id)
@@ -238,7 +251,7 @@ class PagePolicy:
     def release(self, state: RequestState) -> None:
         """Let go of its context; workers forget it."""
         self._draft.forget.append(state.request_id)
-        self._x.left(state.request_id)
+        self.x_admission.left(state.request_id)
         self._arriving.end(state.request_id)
         contexts = [c for c in self._draft.contexts if c.request_id != state.request_id]
         self._draft.contexts = contexts
@@ -296,6 +309,6 @@ class PagePolicy:
         return {
             "slots in contexts": len(self._in_contexts),
             "contexts that arrive": len(self._arriving),
-            "requests that share X": len(self._x),
+            "requests that share X": len(self.x_admission),
             "requests to send back": leaving,
         }

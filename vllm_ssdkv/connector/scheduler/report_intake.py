@@ -38,7 +38,7 @@ class ReportIntake:
             written += self._of_writes(report)
             self._of_reads(report)
             if report.x_rates is not None:
-                self._parts.x_admission.measured(report.x_rates)
+                self._policy.measured_x(report.x_rates)
         self._written_by_all(written)
         for name in received:
             self._load_ended(name)

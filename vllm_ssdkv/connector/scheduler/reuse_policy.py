@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from vllm_ssdkv.offload.xcache.x_rule import XRates
+
 
 class ReusePolicy:
     """A :class:`ModePolicy`. A request reads nothing from the store once it runs."""
@@ -67,6 +69,9 @@ class ReusePolicy:
             state.load = None
 
     # ---- steps ----
+
+    def measured_x(self, rates: XRates) -> None:
+        """Nothing: no request is stored as X."""
 
     def begin_step(self) -> None:
         """Let the request that waits for HBM ask again, before others."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.base.registry import Registry
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.messages import FETCH, RankReport
 from vllm_ssdkv.connector.metadata import SSDKVMetadata
@@ -24,13 +25,11 @@ from vllm_ssdkv.connector.scheduler.load_queue import LoadQueue
 from vllm_ssdkv.connector.scheduler.load_retries import LoadRetries
 from vllm_ssdkv.connector.scheduler.match import Match, Wait
 from vllm_ssdkv.connector.scheduler.mode_policy import ModePolicy
-from vllm_ssdkv.connector.scheduler.page_policy import PagePolicy
 from vllm_ssdkv.connector.scheduler.prefix_lookup import PrefixLookup
 from vllm_ssdkv.connector.scheduler.report_intake import ReportIntake
 from vllm_ssdkv.connector.scheduler.request_identities import RequestIdentities
 from vllm_ssdkv.connector.scheduler.request_overrides import RequestOverrides
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
-from vllm_ssdkv.connector.scheduler.reuse_policy import ReusePolicy
 from vllm_ssdkv.connector.scheduler.rewriter import NoRewrites, Rewriter
 from vllm_ssdkv.connector.scheduler.scheduler_metrics import SchedulerMetrics
 from vllm_ssdkv.connector.scheduler.scheduler_parts import (
@@ -41,7 +40,6 @@ from vllm_ssdkv.connector.scheduler.scheduler_parts import (
 from vllm_ssdkv.connector.scheduler.slot_ledger import SlotLedger
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
 from vllm_ssdkv.connector.scheduler.wait_counter import WaitCounter
-from vllm_ssdkv.connector.scheduler.x_admission import XAdmission
 from vllm_ssdkv.store.devices.health import WriteState
 from vllm_ssdkv.store.own_store import owned
 from vllm_ssdkv.store.placement.rebalancer import Rebalancer
@@ -54,11 +52,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_POLICIES: Final[dict[str, type[ReusePolicy] | type[PagePolicy]]] = {
-    "reuse": ReusePolicy,
-    "page": PagePolicy,
-}
-"""By mode."""
+_POLICIES: Final[Registry[Any]] = Registry(
+    "mode", "vllm_ssdkv.connector.scheduler.mode_policy:ModePolicy"
+)
+for _mode in ("reuse", "page"):
+    _POLICIES.register(
+        _mode,
+        f"vllm_ssdkv.connector.scheduler.{_mode}_policy:{_mode.capitalize()}Policy",
+    )
 
 
 class SSDKVScheduler:
@@ -72,7 +73,7 @@ class SSDKVScheduler:
         groups: KV cache groups of the model.
         verifier: Comparison of hits with computed blocks.
         loads: Loads under way.
-        x_admission: Choice of the requests that are stored as X.
+        policy: Everything that the modes do differently.
     """
 
     def __init__(
@@ -86,10 +87,10 @@ class SSDKVScheduler:
     ):
         """``store`` is closed by :meth:`close`."""
         self._parts = parts = _make_parts(config, engine, store, identities, choice)
-        self._policy: ModePolicy = _POLICIES[config.mode](parts)
+        self.policy: ModePolicy = _POLICIES.resolve(config.mode)(parts)
         self._seats = seats
-        self._lookup = PrefixLookup(parts, self._policy, seats)
-        self._intake = ReportIntake(parts, self._policy)
+        self._lookup = PrefixLookup(parts, self.policy, seats)
+        self._intake = ReportIntake(parts, self.policy)
         self._metrics = SchedulerMetrics(parts)
         self._waits = WaitCounter(store.counters)
         self._step = 0
@@ -99,7 +100,6 @@ class SSDKVScheduler:
         self.asked, self.groups, self.loads = parts.asked, parts.groups, parts.loads
         self.keys: BlockKeys = parts.identities.keys
         self.verifier: HitVerifier = parts.verifier
-        self.x_admission: XAdmission = parts.x_admission
 
     @property
     def counters(self) -> Counters:
@@ -133,7 +133,7 @@ class SSDKVScheduler:
         identities.hbm.pool = hbm.block_pool
         identities.resets.bind(hbm.block_pool)
         identities.hbm.groups = len(groups)
-        self._policy.bind(hbm)
+        self.policy.bind(hbm)
 
     # ---- admission ----
 
@@ -158,7 +158,7 @@ class SSDKVScheduler:
         self.verifier.forget(request_id)
         self._asked = True
         match = self._lookup.match(request, computed, self._step)
-        self._policy.answered(request_id, waits=isinstance(match, Wait))
+        self.policy.answered(request_id, waits=isinstance(match, Wait))
         self._waits.answered(request_id, match)
         return match
 
@@ -170,7 +170,7 @@ class SSDKVScheduler:
         state = RequestState(request, born=self._step + 1)
         self._parts.requests[request_id] = state
         self._seats.wait(request_id)
-        self._policy.allocated(state)
+        self.policy.allocated(state)
         self._lookup.allocated(state, blocks, external)
 
     # ---- the plan of a step ----
@@ -179,7 +179,7 @@ class SSDKVScheduler:
         """The message to the workers for the step that vLLM has just scheduled."""
         self._step += 1
         self._look_for_reset()
-        self._policy.begin_step()
+        self.policy.begin_step()
         own, loads, draft = self._parts.store.own, self.loads, self._parts.draft
         self._parts.store.steps.step()
         for request_id in output.preempted_req_ids or ():
@@ -201,7 +201,7 @@ class SSDKVScheduler:
         )
         for state, computed in self._scheduled(output):
             self._schedule(plan, state, computed, output)
-        self._policy.end_step()
+        self.policy.end_step()
         self._rewrite(output)
         plan.timed = loads.choice.step(self._step, draft.shape)
         loads.choice.saved(copy[0] for copy in draft.copies)
@@ -255,7 +255,7 @@ class SSDKVScheduler:
         )
         if compared is not None:
             plan.compare.append(compared)
-        self._policy.schedule(plan, state, computed, count, output)
+        self.policy.schedule(plan, state, computed, count, output)
 
     def _rewrite(self, output: SchedulerOutput) -> None:
         """Store blocks of hits again, behind the step's new blocks."""
@@ -272,7 +272,7 @@ class SSDKVScheduler:
             else:
                 draft.frame_copies.append(item[:5])
         choice.saved(item[2] for item in draft.frame_copies)
-        spare = choice.frames - len(self._policy.context_slots())
+        spare = choice.frames - len(self.policy.context_slots())
         wanted = self._parts.rewriter.fetch(spare, choice.frames)
         if wanted is not None:
             self._parts.store.index.pin(wanted.slots)
@@ -296,21 +296,21 @@ class SSDKVScheduler:
         request_id = str(request.request_id)
         self.index.computes_no_more(request_id)
         self.loads.retries.forget(request_id)
-        self._policy.forget(request_id)
+        self.policy.forget(request_id)
         self._waits.forget(request_id)
         self.verifier.forget(request_id)
         state = self._parts.requests.pop(request_id, None)
         if state is not None:
             self._release(state)
             self._parts.identities.ended(state)
-            self._policy.finished(state)
+            self.policy.finished(state)
         self._parts.identities.forget(request_id)
 
     def _release(self, state: RequestState) -> None:
         self._seats.leave(state.request_id)
         self.verifier.forget(state.request_id)
         self._parts.rewriter.forget(state.request_id)
-        self._policy.release(state)
+        self.policy.release(state)
         state.running = False
 
     # ---- state of the whole ----
@@ -366,7 +366,7 @@ class SSDKVScheduler:
             "identities": int(bool(self._parts.identities)),
             "hits to verify": int(bool(self.verifier)),
             "hits to rewrite": len(self._parts.rewriter),
-            **self._policy.remembers(),
+            **self.policy.remembers(),
         }
         return {name: count for name, count in found.items() if count}
 
@@ -427,5 +427,4 @@ def _make_parts(
             counters,
         ),
         _make_rewriter(store, slots),
-        XAdmission(engine.x_share, engine.x_shape, counters),
     )

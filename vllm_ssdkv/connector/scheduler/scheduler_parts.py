@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
@@ -18,11 +18,12 @@ from vllm_ssdkv.connector.scheduler.slot_ledger import SlotLedger
 from vllm_ssdkv.connector.scheduler.speculation import NO_SPECULATION, Speculation
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
-from vllm_ssdkv.connector.scheduler.x_admission import XAdmission
-from vllm_ssdkv.offload.xcache.x_rule import XShape
 from vllm_ssdkv.store.own_store import OwnStore
 from vllm_ssdkv.store.tier import TierIndex, TierSteps
 from vllm_ssdkv.store.write_policy import WritePolicy
+
+if TYPE_CHECKING:
+    from vllm_ssdkv.offload.xcache.x_rule import XShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,6 @@ class SchedulerParts:
         loads: Loads under way.
         verifier: Comparison of hits with computed blocks.
         rewriter: Blocks of hits that are stored again.
-        x_admission: Choice of the requests that are stored as X.
     """
 
     config: SSDKVConfig
@@ -113,4 +113,3 @@ class SchedulerParts:
     loads: LoadQueue
     verifier: HitVerifier
     rewriter: Rewriter | NoRewrites
-    x_admission: XAdmission

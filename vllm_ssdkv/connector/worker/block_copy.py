@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -11,14 +11,11 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
 from vllm_ssdkv.base.errors import UnsupportedError
-from vllm_ssdkv.connector.worker.device_blocks import DeviceBlocks
-from vllm_ssdkv.connector.worker.token_ordering import TokenOrdering
-from vllm_ssdkv.kernels.dense import AttentionKernels, CpuKernels, wait_for
-from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
-from vllm_ssdkv.kernels.paged import select_page_kernels
-from vllm_ssdkv.store.cache.frames import FrameCache
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.tier import FrameMemory
+
+if TYPE_CHECKING:
+    from vllm_ssdkv.connector.worker.device_blocks import DeviceBlocks
 
 
 class BlockPort(Protocol):
@@ -47,92 +44,6 @@ class BlockPort(Protocol):
 
     def load(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
         """Copy frames [n] into HBM blocks [n]."""
-
-
-class PagedPort:
-    """Page mode: blocks in our own layout, packed into padded pages by the device's kernels."""
-
-    def __init__(
-        self,
-        kernels: AttentionKernels,
-        caches: Sequence[torch.Tensor],
-        layout: BlockLayout,
-        geometry: SlotGeometry,
-        frames: FrameCache,
-        ordering: TokenOrdering | None = None,
-    ):
-        """Without an ``ordering`` tokens keep the order of their positions."""
-        self._kernels = kernels
-        # Beside a step, whose threads are at work.
-        self._layer_kernels = CpuKernels(threads=1) if kernels.device.type == "cpu" else kernels
-        self._caches = list(caches)
-        self._layout = layout
-        self._slot_layout = layout.with_page_stride(geometry.page_bytes)
-        self._geometry = geometry
-        self._frames = frames
-        self._ordering = ordering
-
-    def save(
-        self,
-        block_ids: NDArray[np.int64],
-        frames: NDArray[np.int32],
-        tails: NDArray[np.uint64],
-        index: NDArray[np.int64] | None = None,
-    ) -> None:
-        """See :class:`BlockPort`."""
-        geometry, order = self._geometry, None
-        if self._ordering is not None and index is not None:
-            order = self._ordering.order(block_ids, index)
-        if geometry.tail_pages:
-            select_page_kernels(self._kernels.device).pack_summarized(
-                self._caches,
-                block_ids,
-                self._frames.address(frames),
-                tails,
-                self._layout,
-                geometry,
-                order,
-            )
-        else:
-            self._kernels.pack(
-                self._caches,
-                block_ids,
-                self._pages(frames),
-                geometry.layer_bytes,
-                layout=self._layout,
-                slot_layout=self._slot_layout,
-            )
-        wait_for(self._kernels.device)
-
-    def save_layer(
-        self, layer: int, block_ids: NDArray[np.int64], frames: NDArray[np.int32]
-    ) -> None:
-        """See :class:`BlockPort`."""
-        geometry = self._geometry
-        self._layer_kernels.pack(
-            self._caches[layer : layer + 1],
-            block_ids,
-            self._frames.address(frames) + np.uint64(geometry.layer_offset(layer)),
-            geometry.layer_bytes,
-            layout=self._layout,
-            slot_layout=self._slot_layout,
-        )
-        wait_for(self._kernels.device)
-
-    def load(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
-        """See :class:`BlockPort`."""
-        self._kernels.unpack(
-            self._caches,
-            block_ids,
-            self._pages(frames),
-            self._geometry.layer_bytes,
-            layout=self._layout,
-            slot_layout=self._slot_layout,
-        )
-        wait_for(self._kernels.device)
-
-    def _pages(self, frames: NDArray[np.int32]) -> NDArray[np.uint64]:
-        return self._frames.address(frames) + np.uint64(self._geometry.layer_offset(0))
 
 
 def as_it_lies(cache: torch.Tensor) -> torch.Tensor:
@@ -240,6 +151,8 @@ class OpaquePort:
         self._base, self._step, self._size = _blocks_of(self._caches)
         self._on_device: tuple[DeviceBlocks, DeviceBlocks] | None = None
         if kind == "cuda":
+            from vllm_ssdkv.connector.worker.device_blocks import DeviceBlocks
+
             # The thread of the forward pass saves, or the one of its layers; the loader's loads.
             page = geometry.page_bytes
             self._on_device = DeviceBlocks(self._caches, page), DeviceBlocks(self._caches, page)

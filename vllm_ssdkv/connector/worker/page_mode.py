@@ -21,10 +21,12 @@ from vllm_ssdkv.connector.worker.device_memory import (
     take_summary_memory,
 )
 from vllm_ssdkv.connector.worker.layer_projector import LayerProjector
+from vllm_ssdkv.connector.worker.paged_port import PagedPort
 from vllm_ssdkv.connector.worker.paged_step import PagedStep
 from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank
 from vllm_ssdkv.connector.worker.selector_registry import SelectorRegistry
 from vllm_ssdkv.connector.worker.token_ordering import TokenOrdering
+from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.offload.offloader import Offloader
 from vllm_ssdkv.offload.open import open_offloader
@@ -37,7 +39,7 @@ from vllm_ssdkv.offload.xcache.x_rule import XShape
 from vllm_ssdkv.sparse.prefetch import Prefetcher
 from vllm_ssdkv.sparse.protocol import Selector
 from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
-from vllm_ssdkv.store.tiered_store import TieredStore
+from vllm_ssdkv.store.context_store import ContextStore
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +87,7 @@ class PageMode:
 
     config: SSDKVConfig
     layout: KVLayout
-    store: TieredStore
+    store: ContextStore
     layers: ContextLayers
     block_layout: BlockLayout
     context_layout: BlockLayout
@@ -107,7 +109,7 @@ class PageMode:
         cls,
         config: SSDKVConfig,
         layout: KVLayout,
-        rank: EmbeddedRank,
+        rank: EmbeddedRank[ContextStore],
         layers: ContextLayers,
         device: torch.device,
     ) -> PageMode:
@@ -120,8 +122,7 @@ class PageMode:
             layers: Layers that attend to contexts.
             device: Device of the caches in HBM.
         """
-        store = rank.store
-        hbm = block_layout(layout, config.page_tokens)
+        store, hbm = rank.store, block_layout(layout, config.page_tokens)
         slot = hbm.with_page_stride(layout.geometry.page_bytes)
         _use_memory_of(device, config, layout, rank, store)
         offloader = _open_offloader(config, layout, rank, store, slot)
@@ -153,6 +154,17 @@ class PageMode:
             x_cache,
             projector,
             _guesses=Prefetcher() if config.sparse.prefetch else None,
+        )
+
+    def port(self, caches: Sequence[torch.Tensor]) -> PagedPort:
+        """Make the way between these caches, by layer, and frames of the store."""
+        return PagedPort(
+            select_kernels(caches[0].device),
+            [cache.view(cache.shape[0], -1) for cache in caches],
+            self.block_layout,
+            self.layout.geometry,
+            self.store.frames,
+            self.ordering,
         )
 
     def computes_again(self, request_id: str) -> bool:
@@ -303,8 +315,8 @@ def _use_memory_of(
     device: torch.device,
     config: SSDKVConfig,
     layout: KVLayout,
-    rank: EmbeddedRank,
-    store: TieredStore,
+    rank: EmbeddedRank[ContextStore],
+    store: ContextStore,
 ) -> None:
     """Take the memory of the device that the options ask for."""
     geometry, held = layout.geometry, take_summary_memory()
@@ -322,8 +334,8 @@ def _use_memory_of(
 def _open_offloader(
     config: SSDKVConfig,
     layout: KVLayout,
-    rank: EmbeddedRank,
-    store: TieredStore,
+    rank: EmbeddedRank[ContextStore],
+    store: ContextStore,
     slot: BlockLayout,
 ) -> Offloader | None:
     """The device that attends, if the options name one."""
@@ -359,7 +371,7 @@ def _chosen_near(
 
 def _open_x_cache(
     layout: KVLayout,
-    store: TieredStore,
+    store: ContextStore,
     shape: XShape,
     projector: LayerProjector,
     device: torch.device,

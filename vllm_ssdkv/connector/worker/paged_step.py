@@ -30,8 +30,8 @@ from vllm_ssdkv.offload.protocol import ContextWork, Foldable
 from vllm_ssdkv.offload.xcache.x_cache import XCache
 from vllm_ssdkv.sparse.context_clusters import ContextClusters
 from vllm_ssdkv.sparse.prefetch import Prefetcher
+from vllm_ssdkv.store.context_store import ContextStore
 from vllm_ssdkv.store.read.context_stream import ContextStream
-from vllm_ssdkv.store.tiered_store import TieredStore
 
 OFFLOADED_TOKENS: Final = 16
 """Query tokens of each row, at most, in a step whose contexts a device attends to. More are parts
@@ -43,7 +43,7 @@ class PagedStep:
 
     def __init__(
         self,
-        store: TieredStore,
+        store: ContextStore,
         layout: KVLayout,
         rows: Sequence[Row],
         poisoned: set[str],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 
@@ -13,7 +13,6 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.messages import RankReport, SlotArray
 from vllm_ssdkv.connector.worker.pinning import pin_arena
-from vllm_ssdkv.node.client.node_drives import NodeDrives
 from vllm_ssdkv.store.devices.health import WriteState
 from vllm_ssdkv.store.engine_metrics import EngineMetrics
 from vllm_ssdkv.store.format.segment import Segment
@@ -23,6 +22,11 @@ from vllm_ssdkv.store.tier import Pairs, TierStore
 from vllm_ssdkv.store.tiered_store import TieredStore
 from vllm_ssdkv.store.write.summary_builder import SummaryBuilder
 from vllm_ssdkv.store.write.trim import SlotTrimmer
+
+if TYPE_CHECKING:
+    from vllm_ssdkv.node.client.node_drives import NodeDrives
+
+_Store_co = TypeVar("_Store_co", bound=TieredStore, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ class RankAccess(Protocol):
         """Number of the rank."""
 
     @property
-    def own(self) -> EmbeddedRank | None:
+    def own(self) -> EmbeddedRank[TieredStore] | None:
         """This rank's part of a store in this process, as far as it does more; None: there is
         none."""
 
@@ -70,7 +74,7 @@ class RankAccess(Protocol):
         """Release files, memory or connections."""
 
 
-class EmbeddedRank:
+class EmbeddedRank(Generic[_Store_co]):
     """A rank's data files, engine and memory in this process.
 
     Attributes:
@@ -78,32 +82,33 @@ class EmbeddedRank:
         drives: Nodes that have the slots; None: the data files have them.
     """
 
-    def __init__(self, opened: OpenStore, drives: NodeDrives | None = None):
-        """``opened`` and ``drives`` are closed by :meth:`close`."""
+    def __init__(self, opened: OpenStore, kind: type[_Store_co], drives: NodeDrives | None = None):
+        """``opened`` and ``drives`` are closed by :meth:`close`; ``kind``: of the store."""
+        self._kind = kind
         self.opened, self.drives = opened, drives
         self.counters: Counters = opened.files.counters
         self.rank = opened.files.rank
         self.device_paths: Sequence[str] = opened.files.health.paths
         self._metrics = EngineMetrics(opened.files.engine, self.device_paths, self.counters)
         self._told_written = [0] * len(self.device_paths)
-        self._store: TieredStore | None = None
+        self._store: _Store_co | None = None
 
     @property
-    def own(self) -> EmbeddedRank:
+    def own(self) -> EmbeddedRank[_Store_co]:
         """See :class:`RankAccess`."""
         return self
 
     @property
-    def store(self) -> TieredStore:
+    def store(self) -> _Store_co:
         """The store; exists once :meth:`start` was called."""
         if self._store is None:
             raise RuntimeError("vLLM has not registered the KV caches yet")
         return self._store
 
-    def start(self, work: StoreWork) -> TieredStore:
+    def start(self, work: StoreWork) -> _Store_co:
         """See :class:`RankAccess`."""
         opened = self.opened
-        self._store = TieredStore(
+        self._store = self._kind(
             opened.files,
             opened.arena,
             opened.plan,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +12,12 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.connector.messages import CopyFrames, CopyToDram, Flush, RankReport, SlotArray
 from vllm_ssdkv.connector.worker.block_copy import BlockPort
 from vllm_ssdkv.connector.worker.layer_copy import LayerCopier
-from vllm_ssdkv.connector.worker.page_mode import PageMode
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.tier import TierStore
 from vllm_ssdkv.store.tiered_store import TieredStore
+
+if TYPE_CHECKING:
+    from vllm_ssdkv.connector.worker.page_mode import PageMode
 
 _NO_TAILS: Final = np.zeros(0, dtype=np.uint64)
 """Addresses of sparse sections of slots that have none."""

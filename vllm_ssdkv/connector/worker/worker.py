@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,7 +28,6 @@ from vllm_ssdkv.connector.worker.block_comparison import (
 from vllm_ssdkv.connector.worker.block_copy import (
     BlockPort,
     OpaquePort,
-    PagedPort,
     as_it_lies,
     blocks_as_bytes,
     check_overlay,
@@ -36,19 +36,17 @@ from vllm_ssdkv.connector.worker.block_copy import (
 )
 from vllm_ssdkv.connector.worker.layer_copy import LayerCopier
 from vllm_ssdkv.connector.worker.loads import Loads
-from vllm_ssdkv.connector.worker.page_mode import ContextLayers, PageMode
-from vllm_ssdkv.connector.worker.rank_store import (
-    RankAccess,
-    StoreWork,
-)
+from vllm_ssdkv.connector.worker.rank_store import RankAccess, StoreWork
 from vllm_ssdkv.connector.worker.saves import Saves
 from vllm_ssdkv.connector.worker.step_timer import StepTimer
 from vllm_ssdkv.connector.worker.stream_fence import StreamFence
-from vllm_ssdkv.kernels.dense import select_kernels
-from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
 from vllm_ssdkv.store.own_store import owned
 from vllm_ssdkv.store.tier import TierStore
 from vllm_ssdkv.store.tiered_store import TieredStore
+
+if TYPE_CHECKING:
+    from vllm_ssdkv.connector.worker.page_mode import PageMode
+    from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +66,7 @@ class SSDKVWorker:
         config: SSDKVConfig,
         layout: KVLayout,
         opened: RankAccess,
-        context_layers: ContextLayers,
+        open_page_mode: Callable[[torch.device], PageMode] | None,
         binding: Binding,
     ):
         """
@@ -76,13 +74,14 @@ class SSDKVWorker:
             config: The options.
             layout: Of this rank's KV.
             opened: Its way to the store.
-            context_layers: Those that attend to contexts, in page mode.
+            open_page_mode: Opens page mode for caches on a device, once ``opened`` has started
+                the store; None: the mode is ``reuse``.
             binding: What this rank computes with.
         """
         self.config = config
         self.layout = layout
         self._opened, self._own = opened, opened.own
-        self._context_layers = context_layers
+        self._open_page_mode = open_page_mode
         self._binding = binding
         self._loads: Loads | None = None
         self._store: TierStore | None = None
@@ -182,16 +181,9 @@ class SSDKVWorker:
         if caches[0].is_cuda:
             self._opened.pin(caches[0].device)
         port: BlockPort
-        if self.config.mode == "page":
-            paged = self.paged = self._open_page_mode(caches[0].device)
-            port = self._port_in = PagedPort(
-                select_kernels(caches[0].device),
-                [c.view(c.shape[0], -1) for c in caches],
-                paged.block_layout,
-                self.layout.geometry,
-                self.store.frames,
-                paged.ordering,
-            )
+        if self._open_page_mode is not None:
+            self.paged = self._open_page_mode(caches[0].device)
+            port = self._port_in = self.paged.port(caches)
         else:
             geometry = self.layout.geometry
             port = self._port_in = OpaquePort(caches, geometry, store.save_frames)
@@ -203,10 +195,6 @@ class SSDKVWorker:
         self._saves = Saves(
             store, port, self.layers, self.layout.geometry, self.counters, self.paged
         )
-
-    def _open_page_mode(self, device: torch.device) -> PageMode:
-        layers = self._context_layers
-        return PageMode.open(self.config, self.layout, owned(self._own), layers, device)
 
     def _block_comparer(self, caches: Sequence[torch.Tensor]) -> BlockComparer | None:
         """Make the comparer of blocks of these caches; None: their dtype allows no comparison."""
@@ -242,6 +230,8 @@ class SSDKVWorker:
         layout, geometry = self.layout, self.layout.geometry
         if not geometry.tail_pages:
             return None
+        from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
+
         return KernelSummaryBuilder(block_layout(layout, self.config.page_tokens), geometry)
 
     def _copy_in(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:

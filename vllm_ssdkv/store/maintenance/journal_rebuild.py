@@ -8,26 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from uuid import UUID
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.base.durable_file import replacement, sync_directory, write_all
-from vllm_ssdkv.base.errors import FormatError, StoreError
+from vllm_ssdkv.base.durable_file import replacement, write_all
+from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.store.devices.direct_io import turn_on_direct
-from vllm_ssdkv.store.devices.owner import open_regular
 from vllm_ssdkv.store.format.journal_record import (
-    HEADER_BYTES,
     Kind,
-    check_header,
     encode_header,
     encode_records,
-    refuse_another_version,
 )
 from vllm_ssdkv.store.index.journal import WRITE_RECORDS
 from vllm_ssdkv.store.index.recovery import LOG_INTERVAL_S
@@ -38,46 +32,6 @@ from vllm_ssdkv.store.maintenance.slot_check import BatchPlan, Entry, SlotChecke
 from vllm_ssdkv.store.maintenance.slot_reader import open_slots
 
 logger = logging.getLogger(__name__)
-
-
-def is_lost(store: StoredStore) -> str:
-    """Reason for the journal of a store to say nothing; empty when it is a journal of this store.
-
-    Blocks on I/O.
-
-    Raises:
-        FormatError: it is of another version.
-        StoreError: it cannot be read.
-    """
-    try:
-        with os.fdopen(open_regular(store.journal), "rb") as file:
-            head = file.read(HEADER_BYTES)
-    except FileNotFoundError:
-        return f"{store.journal} is missing"
-    except OSError as error:
-        raise StoreError(f"journal {store.journal}: {error.strerror}") from error
-    if not head:
-        return f"{store.journal} is empty"
-    refuse_another_version(head, store.journal)
-    try:
-        check_header(head, UUID(store.manifest.store), store.fingerprint.digest)
-    except FormatError as error:
-        return f"{store.journal} is not the journal of this store ({error})"
-    return ""
-
-
-def set_aside(journal: Path) -> None:
-    """Rename a journal to ``NAME.rejected``, if there is one; one is kept. Blocks on I/O.
-
-    Raises:
-        StoreError: it cannot be renamed.
-    """
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(journal, journal.with_name(journal.name + ".rejected"))
-            sync_directory(journal.parent)
-    except OSError as error:
-        raise StoreError(f"journal {journal}: {error.strerror}") from error
 
 
 def rebuild_journal(store: StoredStore, *, whole: bool) -> int:

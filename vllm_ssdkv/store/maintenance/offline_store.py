@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from uuid import UUID
 
 from vllm_ssdkv._index import Replay
+from vllm_ssdkv.base.durable_file import sync_directory
 from vllm_ssdkv.base.errors import DeviceError, FormatError, StoreError
 from vllm_ssdkv.base.file_lock import lock_file
 from vllm_ssdkv.store.devices.direct_io import turn_on_direct
@@ -360,3 +362,43 @@ def read_journal(store: StoredStore, fd: int | None) -> StoredJournal:
             ) from error
         damage = f"{store.journal}: {error}"
     return StoredJournal(replay, damage, nbytes)
+
+
+def is_lost(store: StoredStore) -> str:
+    """Reason for the journal of a store to say nothing; empty when it is a journal of this store.
+
+    Blocks on I/O.
+
+    Raises:
+        FormatError: it is of another version.
+        StoreError: it cannot be read.
+    """
+    try:
+        with os.fdopen(open_regular(store.journal), "rb") as file:
+            head = file.read(HEADER_BYTES)
+    except FileNotFoundError:
+        return f"{store.journal} is missing"
+    except OSError as error:
+        raise StoreError(f"journal {store.journal}: {error.strerror}") from error
+    if not head:
+        return f"{store.journal} is empty"
+    refuse_another_version(head, store.journal)
+    try:
+        check_header(head, UUID(store.manifest.store), store.fingerprint.digest)
+    except FormatError as error:
+        return f"{store.journal} is not the journal of this store ({error})"
+    return ""
+
+
+def set_aside(journal: Path) -> None:
+    """Rename a journal to ``NAME.rejected``, if there is one; one is kept. Blocks on I/O.
+
+    Raises:
+        StoreError: it cannot be renamed.
+    """
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(journal, journal.with_name(journal.name + ".rejected"))
+            sync_directory(journal.parent)
+    except OSError as error:
+        raise StoreError(f"journal {journal}: {error.strerror}") from error

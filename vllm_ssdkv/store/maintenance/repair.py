@@ -25,7 +25,8 @@ from vllm_ssdkv.store.devices.preallocate import reserve_space
 from vllm_ssdkv.store.index.slot_index import EPOCH_COUNTER_BITS
 from vllm_ssdkv.store.io.engines.protocol import Op
 from vllm_ssdkv.store.maintenance.fsck import CheckedFile, Examination, is_orphan
-from vllm_ssdkv.store.maintenance.journal_rebuild import set_aside, write_journal
+from vllm_ssdkv.store.maintenance.journal_rebuild import write_journal
+from vllm_ssdkv.store.maintenance.offline_store import set_aside
 from vllm_ssdkv.store.maintenance.slot_check import BatchPlan, Entry, SlotChecker, refuse_hanging
 from vllm_ssdkv.store.maintenance.slot_reader import open_slots
 from vllm_ssdkv.store.placement.stripe_map import Extents

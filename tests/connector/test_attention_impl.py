@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_ssdkv.base.errors import StepError
 from vllm_ssdkv.connector import active_worker
-from vllm_ssdkv.connector.attention_backend import (
+from vllm_ssdkv.connector.attention_impl import (
     PagedAttentionImpl,
     PagedMetadata,
     PagedMetadataBuilder,
