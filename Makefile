@@ -15,6 +15,9 @@ texts := $(python_sources) docs deploy requirements .github $(wildcard *.md *.to
 # Tests and examples make their own models: nothing is downloaded at run time.
 export HF_HUB_OFFLINE := 1
 
+# Tests start hundreds of processes: each would compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 

@@ -30,17 +30,21 @@ def run(folder: Path) -> subprocess.CompletedProcess[str]:
     options = [
         "-q",
         "-p",
+        "xdist.plugin",
+        "-p",
         "lanes",
         "-p",
         "no:cacheprovider",
-        "-p",
-        "no:schemathesis",
         "--import-mode=importlib",
     ]
     return subprocess.run(
         [sys.executable, "-m", "pytest", *options, "-n", "2", "--max-worker-restart", "0", "."],
         cwd=folder,
-        env={**environment, "PYTHONPATH": str(LANES.parent)},
+        env={
+            **environment,
+            "PYTHONPATH": str(LANES.parent),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        },
         capture_output=True,
         text=True,
         timeout=240,

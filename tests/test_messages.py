@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.sources import parsed
 from tests.messages import ANYTHING, Entry, entries, entry_for, is_of_the_system
 from vllm_ssdkv.base import errors
 
@@ -35,7 +36,7 @@ OF_COMMANDS = (
 def modules() -> tuple[tuple[Path, ast.Module], ...]:
     found = sorted(PACKAGE.rglob("*.py"))
     paths = [path for path in found if "cli" not in path.relative_to(PACKAGE).parts]
-    return tuple((path, ast.parse(path.read_text())) for path in paths)
+    return tuple((path, parsed(path)) for path in paths)
 
 
 def text_of(node: ast.expr) -> str:

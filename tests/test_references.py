@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from tests.kit.sources import parsed
 from tests.test_repository import ROOT, VENDORED, tracked
 
 SUFFIXES = "py|pyi|cpp|hpp|sv|svh|sh|md|toml|lock|tcl"
@@ -71,7 +72,7 @@ def identifiers() -> frozenset[str]:
     for name in tracked():
         suffix = Path(name).suffix
         if suffix in (".py", ".pyi"):
-            for node in ast.walk(ast.parse((ROOT / name).read_text())):
+            for node in ast.walk(parsed(ROOT / name)):
                 match node:
                     case ast.Name(id=word) | ast.Attribute(attr=word):
                         found.add(word)
@@ -98,7 +99,8 @@ def missing_files(name: str, text: str) -> list[str]:
     return [
         path
         for path in FILE.findall(text)
-        if path not in endings() | ELSEWHERE.keys()
+        if path not in endings()
+        and path not in ELSEWHERE
         and not path.startswith(("vllm/", "build/", "../"))
         and not (ROOT / name).parent.joinpath(path).exists()
     ]
@@ -110,7 +112,8 @@ def missing_names(text: str) -> list[str]:
     return [
         word
         for word in sorted(named)
-        if word.rpartition(".")[2] not in identifiers() | FOREIGN_CLASSES
+        if (last := word.rpartition(".")[2]) not in identifiers()
+        and last not in FOREIGN_CLASSES
         and word.replace(".", "/") + ".py" not in endings()
         and word.replace(".", "/") + "/__init__.py" not in endings()
     ]

@@ -29,11 +29,15 @@ def test_after_it() -> None:
 def test_what_a_failed_test_left_is_not_waited_for(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, hangs=TEST.format(limit=0.5))
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
-    options = ["-q", "-p", "time_limit", "-p", "no:cacheprovider", "-p", "no:schemathesis"]
+    options = ["-q", "-p", "pytest_timeout", "-p", "time_limit", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "--import-mode=importlib", "."],
         cwd=folder,
-        env={**environment, "PYTHONPATH": str(Path(__file__).parent)},
+        env={
+            **environment,
+            "PYTHONPATH": str(Path(__file__).parent),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        },
         capture_output=True,
         text=True,
         timeout=120,

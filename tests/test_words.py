@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.sources import parsed
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("vllm_ssdkv", "profiling", "triton_kernels")
 LINKED = ("triton_kernels", "profiling", "grafana", "fpga_offload")
@@ -125,7 +127,7 @@ def sources() -> dict[str, ast.Module]:
             name = path.relative_to(ROOT)
             if folder == "vllm_ssdkv" and name.parts[1] in LINKED:
                 continue
-            found[str(name)] = ast.parse(path.read_text())
+            found[str(name)] = parsed(path)
     return found
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from tests.kit.sources import parsed
 from vllm_ssdkv.base import metrics
 from vllm_ssdkv.base.metric import LATENCY_BUCKETS, Metric
 from vllm_ssdkv.base.metrics import (
@@ -279,7 +280,7 @@ def package_trees() -> list[ast.Module]:
     package = Path(metrics.__file__).parents[1]
     links = {package / name for name in ("triton_kernels", "profiling", "fpga_offload", "grafana")}
     paths = [path for path in package.rglob("*.py") if links.isdisjoint(path.parents)]
-    return [ast.parse(path.read_text()) for path in paths if not path.name.startswith("metrics")]
+    return [parsed(path) for path in paths if not path.name.startswith("metrics")]
 
 
 def counting_calls(tree: ast.Module) -> list[ast.Call]:

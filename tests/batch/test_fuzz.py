@@ -25,6 +25,7 @@ ROUNDS = os.environ.get("SSDKV_SOAK_ROUNDS")
 SAME_EVERY_TIME = ("--max-examples", "30", "--seed", "1", "--generation-deterministic")
 
 
+@pytest.mark.slow
 @pytest.mark.rounds
 @pytest.mark.timeout(7200)
 @pytest.mark.skipif(PROGRAM is None, reason="no schemathesis: run scripts/setup.sh")

@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
 
 from tests.connector.kinds import configuration, make
 from tests.connector.simulation import drafts_like
+from tests.kit.sources import parsed
 from tests.messages import entry_for
 from tests.test_messages import text_of
 from vllm_ssdkv.base.errors import UnsupportedError
@@ -634,7 +635,7 @@ def test_no_refusal_is_forgotten() -> None:
     found = []
     for name in ("compatibility", "scheduler/speculation", "model_layout"):
         path = PACKAGE / "connector" / f"{name}.py"
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
             if is_call and node.func.id in {"Obstacle", "refusal_of_layer"} and node.args:
                 found.append((f"{name}:{node.lineno}", text_of(node.args[0])))

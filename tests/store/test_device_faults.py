@@ -422,6 +422,7 @@ def _quiet(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
         yield
 
 
+@pytest.mark.slow
 def test_faults_that_end_cost_nothing() -> None:
     assert health.CONDEMN_S == 10.0
     run(range(200))

@@ -102,6 +102,7 @@ class Work:
         assert self.victim.store.frames.count(FrameState.LOADING, FrameState.LOST) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.rounds
 def test_memory_is_flat(
     tmp_devices: Callable[[int], list[Path]],

@@ -206,6 +206,7 @@ def _processes(directory: Path) -> list[Path]:
     return found
 
 
+@pytest.mark.engine
 def test_who_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
     """Neither an engine nor its stores, which are gigabytes."""
     command = [sys.executable, "-P", "-m", "vllm_ssdkv.cli.main", "bench", "decode"]

@@ -382,6 +382,7 @@ def test_text_has_each_finding_with_its_cure() -> None:
 COMMAND = "from vllm_ssdkv.cli.main import app; app()"
 
 
+@pytest.mark.slow
 def test_this_environment_is_ready(tmp_path: Path) -> None:
     """The installed command, vLLM's real plugin loading, from a folder with nothing in it."""
     done = subprocess.run(

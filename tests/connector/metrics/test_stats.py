@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import copy
 import json
 import os
@@ -234,20 +233,31 @@ def test_info_names_what_is_in_force(prom: SSDKVPromMetrics) -> None:
 
 MULTIPROCESS = """
 import json, sys
+from multiprocessing import get_context
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, multiprocess
 from vllm_ssdkv.connector.metrics.stats import SSDKVPromMetrics, SSDKVStats
 class Config: kv_transfer_config = None
-prom = SSDKVPromMetrics(
-    Config(), {Gauge: Gauge, Counter: Counter, Histogram: Histogram}, ["model_name", "engine"],
-    {0: ["tiny", "0"]})
+def serve(pipe):
+    prom = SSDKVPromMetrics(
+        Config(), {Gauge: Gauge, Counter: Counter, Histogram: Histogram}, ["model_name", "engine"],
+        {0: ["tiny", "0"]})
+    while True:
+        gauges = {"rank0": {"slots_free": pipe.recv()}}
+        prom.observe(SSDKVStats.of({"slots_stored": 2}, gauges).to_dict())
+        registry = CollectorRegistry()
+        multiprocess.MultiProcessCollector(registry)
+        labels = {"model_name": "tiny", "engine": "0"}
+        names = ("vllm:ssdkv_slots_stored_total", "vllm:ssdkv_slots_free")
+        pipe.send([registry.get_sample_value(name, labels) for name in names])
+fork, servers = get_context("fork"), []
+for _ in range(2):
+    ours, theirs = fork.Pipe()
+    fork.Process(target=serve, args=(theirs,), daemon=True).start()
+    servers.append(ours)
 for line in sys.stdin:
-    gauges = {"rank0": {"slots_free": int(line)}}
-    prom.observe(SSDKVStats.of({"slots_stored": 2}, gauges).to_dict())
-    registry = CollectorRegistry()
-    multiprocess.MultiProcessCollector(registry)
-    labels = {"model_name": "tiny", "engine": "0"}
-    names = ("vllm:ssdkv_slots_stored_total", "vllm:ssdkv_slots_free")
-    print(json.dumps([registry.get_sample_value(name, labels) for name in names]), flush=True)
+    server, free = map(int, line.split())
+    servers[server].send(free)
+    print(json.dumps(servers[server].recv()), flush=True)
 """
 
 
@@ -255,11 +265,7 @@ def test_several_api_servers_add_counters_and_show_the_newest_gauge(tmp_path: Pa
     """Prometheus's multiprocess mode, as with ``vllm serve --api-server-count 2``. What a server
     is told may be what it was told last, but not what the other one was."""
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    with contextlib.ExitStack() as stack:
-        servers = [
-            stack.enter_context(Child.python("-c", MULTIPROCESS, env=environment, cwd=tmp_path))
-            for _ in range(2)
-        ]
+    with Child.python("-c", MULTIPROCESS, env=environment, cwd=tmp_path) as servers:
         for told, (server, free) in enumerate(((0, 8), (1, 7), (0, 8), (1, 7), (1, 6)), 1):
-            servers[server].say(str(free))
-            assert json.loads(servers[server].hear()) == [2 * told, free]
+            servers.say(f"{server} {free}")
+            assert json.loads(servers.hear()) == [2 * told, free]
