@@ -27,6 +27,7 @@ ALWAYS = {
     "admission",
     "nodes",
     "node_keys",
+    "tier",
     "io.engine",
     "io.queue_depth",
     "io.deadline",

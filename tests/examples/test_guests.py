@@ -31,6 +31,7 @@ from vllm_ssdkv.sparse.selector_parts import SelectorParts
 GUESTS = Path(__file__).parents[2] / "examples" / "guests"
 SELECTOR = "passages:PassageSelector"
 ENGINE = "traced_engine:TracedEngine"
+TIER = "folder_tier:FolderTier"
 WINDOW, CHUNK, BLOCK = 64, 512, 16
 
 
@@ -75,18 +76,42 @@ def test_a_guest_is_scored_by_the_scorer_and_has_its_version_in_what_is_stored(
     assert config.choice != before
 
 
-@pytest.mark.parametrize("group", ["selector", "engine"])
+@pytest.mark.parametrize("group", ["selector", "engine", "tier"])
 def test_what_cannot_be_imported_is_refused_with_the_option_and_the_remedy(group: str) -> None:
     given: dict[str, Any] = {"selector": "nowhere:Class", "mode": "page"}
     name = "selector"
     if group == "engine":
         given, name = {"io": {"engine": "nowhere:Class"}}, "io.engine"
+    elif group == "tier":
+        given, name = {"tier": "nowhere:Class"}, "tier"
     with pytest.raises(ConfigError) as caught:
         SSDKVConfig.from_extra_config(given)
     last = str(caught.value).splitlines()[-1]
     assert last.startswith(f'  {name}: got "nowhere:Class"; nowhere:Class cannot be imported (')
     assert "PYTHONPATH" in last
-    assert '"uring"' in last or '"bounds"' in last
+    assert '"uring"' in last or '"bounds"' in last or group == "tier"
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"mode": "page"}, 'tier: needs mode "reuse"'),
+        ({"nodes": ["unix:///a"]}, "tier: the nodes keep the blocks"),
+        ({"devices": [{"path": "/a", "capacity": "1GiB"}]}, "devices: has no meaning"),
+        ({"io": {"engine": "uring"}}, "io.engine: has no meaning"),
+        ({"on_reset": "forget"}, "on_reset: a tier of your own"),
+        ({"replicas": 2}, "replicas: a tier of your own"),
+        ({"tier": "folder_tier:Nothing"}, 'tier: got "folder_tier:Nothing"; the module'),
+        ({"tier": "torch_device:TorchDevice"}, "has no method __init__(name, block_bytes)"),
+        ({"tier": "folder"}, 'tier: got "folder"; allowed: module:Class of your own'),
+    ],
+)
+def test_a_tier_refuses_options_of_drives_and_what_is_none(
+    given: dict[str, object], text: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SSDKVConfig.from_extra_config({"tier": TIER, **given})
+    assert text in str(caught.value)
 
 
 def test_a_request_brings_no_code() -> None:
@@ -94,6 +119,8 @@ def test_a_request_brings_no_code() -> None:
     for place in (SELECTOR, "this:That"):
         with pytest.raises(ConfigError, match="named in the engine's configuration only"):
             RequestOptions.of({"selector": place}, options())
+    with pytest.raises(ConfigError, match="tier"):
+        RequestOptions.of({"tier": "this:That"}, options())
     assert "this" not in sys.modules
 
 

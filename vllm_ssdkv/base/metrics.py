@@ -262,7 +262,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "errors",
         "Errors that nothing foresaw, in threads that write and load: what was under way failed, "
         "the thread goes on. The log has the first of each minute.",
-        Label("thread", ("writer", "loader", "prober", "node")),
+        Label("thread", ("writer", "loader", "prober", "node", "tier")),
     ),
     counter("io_deadline_exceeded", "batches", "I/O batches not complete at their deadline."),
     counter("checksum_failures", "pages", "Pages whose data does not match their checksum or tag."),

@@ -62,6 +62,7 @@ from vllm_ssdkv.config.schema import (
 )
 from vllm_ssdkv.config.selectors import EXACT, SELECTORS, SelectorName, takes_scorer
 from vllm_ssdkv.config.sparse import LEAST_CHOOSING, ScorerName, SparseConfig
+from vllm_ssdkv.config.tiers import TIERS
 
 MIN_CAPACITY: Final = 16 * MIB
 MAX_DEVICES: Final = 64
@@ -77,6 +78,9 @@ _OF_A_STORE: Final = (
     "encryption",
 )
 """Options of a store, which a node has in place of its engines."""
+
+_OF_DRIVES: Final = tuple(name for name in _OF_A_STORE if name not in {"dram_gib", "admission"})
+"""Those of them that are of drives."""
 
 _CHANGE_NO_CHOICE: Final = frozenset(
     {"channel_pages", "exact_below", "hbm_pages", "hbm_summaries", "page_cache", "page_policy"}
@@ -94,6 +98,10 @@ SPARSE_WINDOW: Final = 256
 
 # In the annotations below Field(...) comes before a validator: pydantic then applies its bounds to
 # the number inside `int | None` instead of to what the validator returned, which may be None.
+
+
+def _tier_or_none(value: str | None) -> str | None:
+    return None if value is None else checked_name(TIERS, value)
 
 
 def gib_or_none(value: object) -> object:
@@ -433,6 +441,16 @@ class SSDKVConfig(OptionModel):
         ),
         Reason("null: a Unix socket is protected by its file's mode."),
     ] = None
+    tier: Annotated[
+        str | None,
+        Allowed(names_text(TIERS)),
+        AfterValidator(_tier_or_none),
+        Field(
+            description="A class of your own that keeps the blocks, in place of the drives of this "
+            "engine (mode `reuse`); docs/guests.md."
+        ),
+        Reason("null: the engine keeps its own store, or `nodes` do."),
+    ] = None
     batch: Annotated[
         BatchConfig,
         Field(description="Limits of the Files and Batches API."),
@@ -489,7 +507,7 @@ class SSDKVConfig(OptionModel):
                 f'selector: "{self.selector}" needs mode "page"; mode "{self.mode}" loads whole '
                 "prefixes, and never changes a result"
             )
-        lines.extend(self._node_problems())
+        lines.extend((*self._node_problems(), *self._tier_problems()))
         if self.offload is not None:
             lines.extend(self._offload_problems())
         tokens = self.sparse.budget_tokens
@@ -543,6 +561,24 @@ class SSDKVConfig(OptionModel):
         given += [f"io.{name}" for name in sorted(self.io.model_fields_set - {"deadline"})]
         for name in given:
             yield f"{name}: is an option of the node where there are nodes: set it there"
+
+    def _tier_problems(self) -> Iterator[str]:
+        if self.tier is None:
+            return
+        if self.mode != "reuse":
+            yield 'tier: needs mode "reuse": contexts of mode "page" are read by pages'
+        if self.nodes:
+            yield "tier: the nodes keep the blocks: leave out nodes, or leave out tier"
+        if self.on_reset == "forget":
+            yield 'on_reset: a tier of your own cannot be told to forget: set it to "keep"'
+        if self.replicas > 1:
+            yield "replicas: a tier of your own decides how many copies it keeps: leave it at 1"
+        given: list[str] = [
+            *(name for name in _OF_DRIVES if name in self.model_fields_set),
+            *(f"io.{name}" for name in sorted(self.io.model_fields_set - {"deadline"})),
+        ]
+        for name in given:
+            yield f"{name}: has no meaning with a tier of your own: leave it out"
 
     def _page_node_problems(self) -> Iterator[str]:
         """Problems of a store in page mode whose slots lie on nodes."""

@@ -86,8 +86,8 @@ PathText = Annotated[str, AfterValidator(_absolute_path)]
 def names_text(registry: Registry[Any], *others: str, guests: bool = True) -> str:
     """Text of the names that an option accepts: ``others`` and those of our own classes."""
     own = [name for name in registry.names() if not registry.is_guest(name)]
-    text = " or ".join(json.dumps(name) for name in (*others, *own))
-    return f"{text} or module:Class of your own" if guests else text
+    texts = [json.dumps(name) for name in (*others, *own)]
+    return " or ".join([*texts, "module:Class of your own"] if guests else texts)
 
 
 def checked_name(registry: Registry[Any], value: str, *, other: str | None = None) -> str:

@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.config.tiers import TIERS
 from vllm_ssdkv.connector.compatibility import refusal_of_layer
 from vllm_ssdkv.connector.identity.weight_files import weight_files
 from vllm_ssdkv.connector.kv_cache_spec import TieredAttentionSpec
@@ -249,6 +250,8 @@ def fingerprint(
         if config.orders_tokens:
             # Attention does not mind, but a page then has other tokens than its positions say.
             fields["token_order"] = config.sparse.token_order
+    if config.tier is not None:
+        fields["tier"] = f"{config.tier} {TIERS.version(config.tier)}"
     return Fingerprint(fields)
 
 

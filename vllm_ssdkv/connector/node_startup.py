@@ -14,7 +14,6 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.kv_layout import KVLayout
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerStore
-from vllm_ssdkv.connector.scheduler.suspension import Suspension
 from vllm_ssdkv.node.client.node_drives import (
     NodeDrive,
     NodeDrives,
@@ -27,9 +26,7 @@ from vllm_ssdkv.node.client.session import Peer, as_name
 from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.credentials import Credentials
 from vllm_ssdkv.node.protocol.messages import Role, StoreSpec
-from vllm_ssdkv.store.devices.wear import WearLedger
 from vllm_ssdkv.store.open import StorePlace
-from vllm_ssdkv.store.write_policy import WritePolicy
 
 logger = logging.getLogger(__name__)
 
@@ -143,14 +140,8 @@ def open_remote_index(
     index = RemoteIndex.open(peers, config.nodes, counters, config.replicas)
     stack.callback(index.close)
     weights = index.bind(BIND_S)
-    # What is written, and how much, the node decides.
-    policy = WritePolicy(config, [], WearLedger(None, [], counters), [], index.num_slots, counters)
-    suspension = Suspension(
-        None,
-        counters,
-        lambda _: None,
-        [],
-        way_out="other engines go on with the node and verify hits for themselves; find out why "
-        "this one computes otherwise, and start it again",
+    way_out = (
+        "other engines go on with the node and verify hits for themselves; find out why this one "
+        "computes otherwise, and start it again"
     )
-    return SchedulerStore(index, index, suspension, policy, counters, index.name_key), weights
+    return SchedulerStore.elsewhere(config, index, counters, way_out, index.name_key), weights

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from vllm_ssdkv.connector.worker.guest_rank import GuestRank
     from vllm_ssdkv.connector.worker.node_rank import NodeRank
     from vllm_ssdkv.connector.worker.page_mode import PageMode
     from vllm_ssdkv.node.client.node_drives import NodeDrive, NodeDrives
@@ -132,6 +133,8 @@ def open_worker(
         elif config.nodes:
             access, layout = node, _ = _reach_node(config, found, rank)
             tell_weights = node.tell_weights
+        elif config.tier is not None:
+            access, tell_weights = _open_guest(config, config.tier, found, rank)
         else:
             access = EmbeddedRank(_open_files(config, found, rank), TieredStore)
         stack.callback(access.close)
@@ -232,6 +235,21 @@ def _reach_node(config: SSDKVConfig, found: _Identity, rank: int) -> tuple[NodeR
     return NodeRank(store, counters, rank), layout
 
 
+def _open_guest(
+    config: SSDKVConfig, tier: str, found: _Identity, rank: int
+) -> tuple[GuestRank, Callable[[bytes], None]]:
+    """This rank's part of a tier that a user brings, and what tells the scheduler of weights."""
+    from vllm_ssdkv.connector.guest_startup import open_guest_store
+
+    opened = open_guest_store(config, tier, found.place, rank)
+    counters = found.place.counters
+    counters.start_at_zero(())
+    counters.set("info", 1, mode=config.mode, io_engine="tier", selector=config.selector)
+    if rank == 0:
+        logger.info("%s", _summary(config, found, [f"blocks in the tier {tier}"]))
+    return opened
+
+
 def _context_blocks(
     config: SSDKVConfig,
     layout: KVLayout,
@@ -275,6 +293,10 @@ def open_scheduler(
             from vllm_ssdkv.connector.node_startup import open_remote_index
 
             store, weights = open_remote_index(config, found.place, found.layout, stack)
+        elif config.tier is not None:
+            from vllm_ssdkv.connector.guest_startup import open_guest_index
+
+            store, weights = open_guest_index(config, config.tier, found.place, stack)
         else:
             weights = found.place.bind(settings)
             store = _open_store(config, found, stack)

@@ -115,6 +115,10 @@ class TierIndex(Protocol):
         """End; False on error."""
 
 
+class StepIndex(TierIndex, TierSteps, Protocol):
+    """Both."""
+
+
 class FrameMemory(Protocol):
     """Frames in memory, by number."""
 

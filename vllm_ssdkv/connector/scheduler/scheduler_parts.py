@@ -18,8 +18,9 @@ from vllm_ssdkv.connector.scheduler.slot_ledger import SlotLedger
 from vllm_ssdkv.connector.scheduler.speculation import NO_SPECULATION, Speculation
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
+from vllm_ssdkv.store.devices.wear import WearLedger
 from vllm_ssdkv.store.own_store import OwnStore
-from vllm_ssdkv.store.tier import TierIndex, TierSteps
+from vllm_ssdkv.store.tier import StepIndex, TierIndex, TierSteps
 from vllm_ssdkv.store.write_policy import WritePolicy
 
 if TYPE_CHECKING:
@@ -73,6 +74,22 @@ class SchedulerStore:
     counters: Counters
     name_key: bytes = b""
     own: OwnStore | None = None
+
+    @classmethod
+    def elsewhere(
+        cls,
+        config: SSDKVConfig,
+        index: StepIndex,
+        counters: Counters,
+        way_out: str,
+        name_key: bytes = b"",
+    ) -> SchedulerStore:
+        """A store that is not in this process. What is written there it decides; ``way_out`` as in
+        :class:`Suspension`."""
+        wear = WearLedger(None, [], counters)
+        policy = WritePolicy(config, [], wear, [], index.num_slots, counters)
+        suspension = Suspension(None, counters, lambda _: None, [], way_out=way_out)
+        return cls(index, index, suspension, policy, counters, name_key)
 
     def close(self) -> None:
         """Make journal, manifest and the count of what was written durable."""
