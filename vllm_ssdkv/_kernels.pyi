@@ -197,13 +197,22 @@ def summarize(
     Write summaries of blocks: page records, channel-major K and sums of V.
     """
 
+def encode(
+    source: NDArray[numpy.uint64],
+    shape: BlockShape,
+    codes: NDArray[numpy.uint64],
+    bits: int,
+    threads: int,
+) -> None:
+    """Write K of blocks in 1, 2 or 4 bits, a record for each KV head."""
+
 class SlotTails:
     """
     What slots of L layers hold beside K and V.
 
     Pages are ``page_bytes`` apart. A tail has ``summary_pages``, then ``channel_pages`` of each layer.
     Without channel pages summaries are bounds, or ``spread``, behind which may be the sums of V
-    (``value_sums``); ``scaled`` channels are int8.
+    (``value_sums``), or codes of ``code_bits``, if not 0; ``scaled`` channels are int8.
     """
 
     def __init__(
@@ -216,6 +225,7 @@ class SlotTails:
         scaled: bool,
         spread: bool,
         value_sums: bool,
+        code_bits: int,
     ) -> None: ...
 
 class Order:
@@ -287,6 +297,28 @@ def spread_logits(
     threads: int,
 ) -> None:
     """Logits of each page from mean and variance of its keys."""
+
+def code_logits(
+    query: NDArray[numpy.float32],
+    scale: float,
+    contexts: Contexts,
+    records: NDArray[numpy.uint64],
+    bits: int,
+    logits: NDArray[numpy.float32],
+    threads: int,
+) -> None:
+    """
+    Log of the mean over each page's tokens of exp of the logits from their codes.
+    """
+
+def code_bytes(shape: BlockShape, bits: int) -> int:
+    """Bytes of the codes of one KV head of a block."""
+
+def rotation(head_size: int) -> NDArray[numpy.float32]:
+    """The matrix by which codes rotate keys."""
+
+def code_levels(bits: int) -> NDArray[numpy.float32]:
+    """The numbers that codes stand for, ascending."""
 
 def choose_channels(
     query: NDArray[numpy.float32],

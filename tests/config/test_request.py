@@ -49,6 +49,7 @@ def test_what_a_request_chooses_goes_before_the_options() -> None:
         ("window", {}, {"exact", "bounds", "adaptive", "swarm", "window"}),
         ("spread", {}, {"exact", "spread", "adaptive", "swarm", "window"}),
         ("adaptive", {"scorer": "spread"}, {"exact", "spread", "adaptive", "swarm", "window"}),
+        ("codes", {}, {"exact", "codes", "adaptive", "swarm", "window"}),
         ("sparf", {}, {"exact", "sparf", "adaptive", "swarm", "window"}),
         ("adaptive", {"scorer": "sparf"}, {"exact", "sparf", "adaptive", "swarm", "window"}),
     ],
@@ -58,7 +59,7 @@ def test_selectors_that_a_store_can_serve(
 ) -> None:
     options = config(selector, **sparse)
     assert set(servable(options)) == wanted
-    for name in ("exact", "bounds", "spread", "sparf", "adaptive", "swarm", "window"):
+    for name in ("exact", "bounds", "spread", "codes", "sparf", "adaptive", "swarm", "window"):
         if name in wanted:
             applied = RequestOptions.of({"selector": name}, options).applied(options)
             assert applied.selector == name

@@ -56,6 +56,7 @@ def layout(made: SSDKVConfig, block: int = 128, dtype: torch.dtype = torch.float
         ("sparf", torch.float32, "int8", (1, 2, 4)),
         ("bounds", torch.float16, "int8", (3, 0, 0)),
         ("spread", torch.float16, "int8", (3, 0, 0)),
+        ("codes", torch.float16, "int8", (4, 0, 2)),
         ("exact", torch.float16, "int8", (0, 0, 0)),
     ],
 )
@@ -64,7 +65,8 @@ def test_slots_hold_channels_as_the_options_say(
 ) -> None:
     shape = layout(config(selector, channel_dtype=kept), dtype=dtype).geometry
     assert (shape.summary_pages, shape.channel_pages, shape.scaled_from) == pages
-    assert shape.record == ("spread" if selector == "spread" else "bounds")
+    records = {"spread": "spread", "codes": "codes_2"}
+    assert shape.record == records.get(selector, "bounds")
 
 
 def test_a_store_of_one_kind_of_summaries_is_not_one_of_the_other() -> None:
@@ -74,6 +76,7 @@ def test_a_store_of_one_kind_of_summaries_is_not_one_of_the_other() -> None:
         ("sparf", "int8"),
         ("bounds", "as_k"),
         ("spread", "as_k"),
+        ("codes", "as_k"),
     ):
         made = config(selector, channel_dtype=kept)
         found = fingerprint(made, ENGINE, layout(made), caches(128, torch.float16))
@@ -83,6 +86,7 @@ def test_a_store_of_one_kind_of_summaries_is_not_one_of_the_other() -> None:
         ("sparf", "int8"): "int8 channels",
         ("bounds", "as_k"): None,
         ("spread", "as_k"): "spread",
+        ("codes", "as_k"): "codes of 2 bits",
     }
     made = config("spread", estimate_rest=True)
     shape = layout(made)

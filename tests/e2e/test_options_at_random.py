@@ -31,7 +31,7 @@ from vllm_ssdkv.base.errors import ConfigError, StoreFailedError, UnsupportedErr
 from vllm_ssdkv.store.cache.frames import FrameState
 
 ACTIONS = 50
-SELECTORS = ("exact", "bounds", "spread", "sparf", "adaptive", "swarm", "window")
+SELECTORS = ("exact", "bounds", "spread", "codes", "sparf", "adaptive", "swarm", "window")
 Devices = Callable[..., list[dict[str, Any]]]
 
 
@@ -53,7 +53,7 @@ def sparse_options(source: random.Random, selector: str) -> dict[str, object]:
         options["cluster_score"] = source.choice(["members", "medoid"])
         options["cluster_size"] = source.choice([1, 8])
     if selector in {"adaptive", "swarm"}:
-        options["scorer"] = source.choice(["bounds", "spread", "sparf"])
+        options["scorer"] = source.choice(["bounds", "spread", "codes", "sparf"])
     if selector == "sparf" or options.get("scorer") == "sparf":
         options["channel_pages"] = source.choice(["dram", "ssd", "hbm"])
         options["channel_dtype"] = source.choice(["as_k", "int8"])

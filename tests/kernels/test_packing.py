@@ -25,6 +25,16 @@ from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.summary_rows import with_summaries
 
 FILL = 0xA5
+KINDS = (
+    "bounds",
+    "spread",
+    "spread_with_values",
+    "codes_1",
+    "codes_2",
+    "codes_4",
+    "channels",
+    "int8",
+)
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Int64s: TypeAlias = NDArray[np.int64]
@@ -51,7 +61,7 @@ class Problem:
             pages,
             layout.page_tokens,
             channels=kind in ("channels", "int8"),
-            scaled_from=layout.dtype.itemsize if kind == "int8" else 0,
+            scaled_from=layout.dtype.itemsize if kind == "int8" or "codes" in kind else 0,
             record="bounds" if kind in ("channels", "int8") else kind,  # type: ignore[arg-type]
         )
         return Problem(layout, geometry, blocks, seed)
@@ -100,7 +110,7 @@ class Problem:
 
     def check(self, got: Bytes, wanted: Bytes) -> None:
         """Compare slots or tails byte by byte; mean and variance may be rounded the other way."""
-        if self.geometry.record == "bounds":
+        if self.geometry.record == "bounds" or self.geometry.code_bits:
             np.testing.assert_array_equal(got, wanted)
             return
         dtype, tail = self.layout.dtype, self.geometry.tail_bytes
@@ -134,6 +144,9 @@ class Problem:
                 write_block(layout, pages, key, value)
                 first = geometry.first_page(layer)
                 self._write(slot, first, pages, geometry.pages_per_layer, padding=0)
+                if geometry.code_bits:
+                    records.append(_codes(pages, layout, geometry.code_bits))
+                    continue
                 if not geometry.channel_pages:
                     of = page_bounds if geometry.record == "bounds" else page_spread
                     made = torch.stack(of(key, layout.page_tokens), 1)
@@ -171,6 +184,14 @@ class Problem:
         slot[begin : begin + pages * size] = rows.ravel()
 
 
+def _codes(block: torch.Tensor, layout: BlockLayout, bits: int) -> torch.Tensor:
+    """Codes of a block's heads, as the kernel makes them that ``sparse/test_codes.py`` tests."""
+    made = np.zeros(layout.kv_heads * _kernels.code_bytes(layout.shape, bits), np.uint8)
+    source, target = (np.array([at], np.uint64) for at in (block.data_ptr(), made.ctypes.data))
+    CpuPageKernels(1).encode(source, layout, target, bits)
+    return torch.from_numpy(made)
+
+
 def _sum_in_order(value: torch.Tensor) -> torch.Tensor:
     total = torch.zeros(value.shape[1:])
     for token in value.float():
@@ -193,7 +214,7 @@ def problems(draw: st.DrawFn, most_blocks: int = 3) -> Problem:
         draw(st.sampled_from([8, 16, 40, 64, 80, 128, 136])),
         draw(st.sampled_from(DTYPES)),
     )
-    kind = draw(st.sampled_from(["bounds", "spread", "spread_with_values", "channels", "int8"]))
+    kind = draw(st.sampled_from(KINDS))
     layers, blocks = draw(st.integers(1, 3)), draw(st.integers(1, most_blocks))
     return Problem.of(layout, kind, layers, blocks, draw(st.integers(0, 999)))
 
@@ -208,7 +229,7 @@ def test_every_byte_is_the_oracles(problem: Problem) -> None:
             problem.check(problem.made(CpuPageKernels(2)), tails)
 
 
-@pytest.mark.parametrize("kind", ["bounds", "spread", "spread_with_values", "channels", "int8"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_pages_without_padding_on_many_threads(kind: str) -> None:
     """Of the size that models have, where channels go to their pages at once."""
     layout = BlockLayout.unpadded(64, 16, 4, 128, torch.bfloat16)
@@ -259,11 +280,24 @@ def test_wrong_places_are_refused() -> None:
         kernels.pack_summarized(caches, np.array([0, 1]), slots, two, layout, geometry)
 
     def call(
-        page_bytes: int, summary_pages: int, channel_pages: int, scaled: bool, spread: bool = False
+        page_bytes: int,
+        summary_pages: int,
+        channel_pages: int,
+        scaled: bool,
+        spread: bool = False,
+        bits: int = 0,
     ) -> None:
         shape = _kernels.BlockShape(8, 4, 512, 2, 16, _kernels.FLOAT32)
         _kernels.SlotTails(
-            shape, 1, page_bytes, summary_pages, channel_pages, scaled, spread, value_sums=False
+            shape,
+            1,
+            page_bytes,
+            summary_pages,
+            channel_pages,
+            scaled,
+            spread,
+            value_sums=False,
+            code_bits=bits,
         )
 
     for places, message in (
@@ -272,6 +306,9 @@ def test_wrong_places_are_refused() -> None:
         ((512, 1, 1, False), "channel_pages"),
         ((512, 1, 0, True), "scales are of channels"),
         ((512, 1, 1, True, True), "channels or spread, not both"),
+        ((512, 1, 0, False, True, 2), "codes, channels or spread, only one"),
+        ((512, 0, 0, False, False, 2), "too few for the codes"),
+        ((512, 1, 0, False, False, 3), "1, 2 or 4 bits"),
     ):
         with pytest.raises(ValueError, match=message):
             call(*places)

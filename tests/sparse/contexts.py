@@ -14,11 +14,15 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from vllm_ssdkv import _kernels
 from vllm_ssdkv.kernels.operands.block_layout import DTYPES, BlockLayout, PartialState
 from vllm_ssdkv.kernels.operands.page_list import PageList
 from vllm_ssdkv.kernels.paged import CpuPageKernels
 from vllm_ssdkv.profiling.dense_oracle import write_block
 from vllm_ssdkv.sparse.protocol import ContextSummaries, Selection
+
+CODE_BITS = 2
+"""Of the codes that contexts have."""
 
 
 @dataclass
@@ -83,6 +87,10 @@ class Contexts:
         bounds = self._targets(len(context), layout.kv_heads * layout.groups * 2 * item)
         channels = self._targets(len(context), layout.kv_heads * layout.block_tokens * item)
         mean_and_variance = self._targets(len(context), layout.kv_heads * layout.groups * 2 * item)
+        size = _kernels.code_bytes(layout.shape, CODE_BITS)
+        self._codes = torch.full((len(context), layout.kv_heads * size), 0xFF, dtype=torch.uint8)
+        codes = self._codes.data_ptr() + self._order.numpy() * self._codes.shape[1]
+        self.kernels.encode(self.base, layout, codes.astype(np.uint64), CODE_BITS)
         self.value_sum = torch.full((len(context), *shape[1:]), torch.nan)
         sums = self.value_sum.data_ptr() + np.arange(len(context)) * shape[1] * shape[2] * 4
         self.kernels.summarize(
@@ -102,6 +110,7 @@ class Contexts:
             np.array([row.window for row in rows], np.int32),
             bounds,
             mean_and_variance,
+            codes.astype(np.uint64),
             channels,
             window_base=self._addresses(window),
             window_begin=window_ends - np.array(windows, np.int32),
@@ -140,6 +149,8 @@ class Contexts:
         assert self.summaries.bounds_base is not None
         assert self.summaries.spread_base is not None
         assert self.summaries.channel_base is not None
+        assert self.summaries.codes_base is not None
+        self.kernels.encode(self.base[one], layout, self.summaries.codes_base[one], CODE_BITS)
         self.kernels.summarize(
             self.base[one],
             layout,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.test_dense import assert_near
 from tests.oracles import sparse_attention as oracle
-from tests.sparse.contexts import Contexts, Row, contexts
+from tests.sparse.contexts import CODE_BITS, Contexts, Row, contexts
 from vllm_ssdkv.attention.compensate import compensate
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels
@@ -21,6 +21,7 @@ from vllm_ssdkv.profiling.dense_oracle import dense_attention, merge
 from vllm_ssdkv.sparse.protocol import Budget, Selection, Selector, page_budget
 from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
+from vllm_ssdkv.sparse.selectors.codes import CodesSelector
 from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
 from vllm_ssdkv.sparse.selectors.spread import SpreadSelector
 from vllm_ssdkv.sparse.selectors.swarm import SwarmSelector
@@ -41,12 +42,16 @@ PAGED: dict[str, Make] = {
     "spread, rest": lambda budget, sinks: SpreadSelector(
         budget, sinks, KERNELS, estimate_rest=True
     ),
+    "codes": lambda budget, sinks: CodesSelector(budget, sinks, KERNELS, CODE_BITS),
     "sparf": lambda budget, sinks: SparfSelector(budget, 5, "page", sinks, KERNELS),
     "adaptive bounds": lambda budget, sinks: AdaptiveSelector(
         BoundsSelector(budget, sinks, KERNELS), 0.7, Budget(tokens=0), budget, sinks, KERNELS
     ),
     "adaptive spread": lambda budget, sinks: AdaptiveSelector(
         SpreadSelector(budget, sinks, KERNELS), 0.7, Budget(tokens=0), budget, sinks, KERNELS
+    ),
+    "adaptive codes": lambda budget, sinks: AdaptiveSelector(
+        CodesSelector(budget, sinks, KERNELS, CODE_BITS), 0.7, budget, budget, sinks, KERNELS
     ),
     "swarm bounds": lambda budget, sinks: SwarmSelector(
         BoundsSelector(budget, sinks, KERNELS), budget, sinks, KERNELS
@@ -110,6 +115,7 @@ def test_everything_selected_is_dense(
     for selector in (
         bounds,
         SpreadSelector(ALL, 0, KERNELS, estimate_rest=True),
+        CodesSelector(ALL, 0, KERNELS, CODE_BITS),
         sparf,
         WindowSelector(ALL, 5),
         AdaptiveSelector(bounds, 1.0, Budget(tokens=0), ALL, 3, KERNELS),

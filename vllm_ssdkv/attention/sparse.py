@@ -362,7 +362,8 @@ class SparseDecode:
         begin, end, window = sizes.row_begin, sizes.row_end, sizes.window_tokens
         ahead = 0 if self._kept is None else self._kept.steps - 1
         if not needs.channels:
-            held = self.contexts.page_records(layer) if needs.bounds or needs.spread else None
+            reads = needs.bounds or needs.spread or needs.codes
+            held = self.contexts.page_records(layer) if reads else None
             return ContextSummaries(
                 self._layout,
                 begin,
@@ -370,6 +371,7 @@ class SparseDecode:
                 window,
                 held if needs.bounds else None,
                 held if needs.spread else None,
+                held if needs.codes else None,
                 ahead=ahead,
                 known_sizes=sizes,
             )

@@ -30,7 +30,8 @@ class Condition:
 _PAGE: Final = Condition(lambda config, _: config.mode == "page", 'mode is "page"')
 _CHOOSES: Final = Condition(
     lambda config, _: config.selector != "exact",
-    'mode is "page" and selector "bounds", "spread", "sparf", "adaptive", "swarm" or "window"',
+    'mode is "page" and selector "bounds", "spread", "codes", "sparf", "adaptive", "swarm" or '
+    '"window"',
 )
 _SCORES_CHANNELS: Final = Condition(
     lambda config, _: config.scores_channels,
@@ -38,8 +39,13 @@ _SCORES_CHANNELS: Final = Condition(
 )
 _KEEPS_RECORDS: Final = Condition(
     lambda config, _: config.keeps_page_records,
-    'mode is "page" and selector "bounds", "window" or "spread", or "adaptive" or "swarm" with '
-    'sparse.scorer "bounds" or "spread", and with "spread" sparse.estimate_rest is false',
+    'mode is "page" and selector "bounds", "window", "codes" or "spread", or "adaptive" or "swarm" '
+    'with sparse.scorer "bounds", "codes" or "spread", and with "spread" sparse.estimate_rest is '
+    "false",
+)
+_SCORES_CODES: Final = Condition(
+    lambda config, _: config.scorer == "codes",
+    'mode is "page" and selector "codes", or "adaptive" or "swarm" with sparse.scorer "codes"',
 )
 _SCORES_MASS: Final = Condition(
     lambda config, _: config.scores_channels or config.scorer == "spread",
@@ -102,6 +108,7 @@ CONDITIONS: Final[Mapping[str, tuple[Condition, ...]]] = {
     "sparse.scorer": (_TAKES_A_SCORER,),
     "sparse.estimate_rest": (_SCORES_MASS,),
     "sparse.channels": (_SCORES_CHANNELS,),
+    "sparse.code_bits": (_SCORES_CODES,),
     "sparse.channel_dtype": (_SCORES_CHANNELS,),
     "sparse.channel_group": (_SCORES_CHANNELS,),
     "sparse.channel_pages": (_SCORES_CHANNELS,),

@@ -306,14 +306,15 @@ class SSDKVConfig(OptionModel):
         Field(
             description="Which part of the context a token that is decoded attends to (page mode). "
             "`exact` is all of it. `bounds` chooses pages by bounds of their logits, `spread` by "
-            "mean and variance of their keys, `sparf` pages or tokens by logits from a few "
+            "mean and variance of their keys, `codes` by logits of their tokens from K in two "
+            "bits, `sparf` pages or tokens by logits from a few "
             "channels of K, of which the store then holds a second copy. `adaptive` takes pages "
             "of one of them until they cover enough of the attention. `swarm` takes clusters of "
             "pages that the request's queries chose together, by scores of one of them. `window` "
             "is the first tokens and the newest ones only, to compare with. A class of your own is "
             "given as `module:Class` (docs/guests.md). Prompts are always "
-            "exact. A store made for `exact`, for channels, for `spread` or for the others "
-            "cannot be used in place of another."
+            "exact. A store made for `exact`, for channels, for `spread`, for `codes` or for "
+            "the others cannot be used in place of another."
         ),
         Reason("exact: lossless."),
     ] = "exact"
@@ -650,7 +651,7 @@ class SSDKVConfig(OptionModel):
         """Name of the selector that pages are scored by, and slots hold summaries for."""
         if takes_scorer(self.selector):
             return self.sparse.scorer
-        own: dict[str, ScorerName] = {"spread": "spread", "sparf": "sparf"}
+        own: dict[str, ScorerName] = {"spread": "spread", "codes": "codes", "sparf": "sparf"}
         return own.get(self.selector, "bounds")
 
     @property

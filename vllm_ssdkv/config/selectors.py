@@ -15,7 +15,7 @@ EXACT: Final = "exact"
 SELECTORS: Final[Registry[Any]] = Registry(
     "selector", "vllm_ssdkv.sparse.selector_parts:SelectorClass", versioned=True
 )
-for _name in ("bounds", "spread", "sparf", "adaptive", "swarm", "window"):
+for _name in ("bounds", "spread", "codes", "sparf", "adaptive", "swarm", "window"):
     SELECTORS.register(_name, f"vllm_ssdkv.sparse.selectors.{_name}:{_name.capitalize()}Selector")
 
 

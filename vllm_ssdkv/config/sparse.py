@@ -17,7 +17,7 @@ grow with the request, what it saves does. A fixed number, since answers must no
 a machine happens to be."""
 
 
-ScorerName = Literal["bounds", "spread", "sparf"]
+ScorerName = Literal["bounds", "spread", "codes", "sparf"]
 """Selectors that score pages."""
 
 
@@ -36,6 +36,17 @@ class ScoringConfig(OptionModel):
             "no second copy of K."
         ),
     ] = "sparf"
+    code_bits: Annotated[
+        Literal[1, 2, 4],
+        Field(
+            description="Bits in which `codes` has each number of K. A store made with one number "
+            "cannot be used with another."
+        ),
+        Reason(
+            "2: pages are chosen as well as by K itself, from a thirteenth of the KV; 1 bit takes "
+            "half of that and chooses less well, 4 bits gain nothing (docs/accuracy.md)."
+        ),
+    ] = 2
     estimate_rest: Annotated[
         bool,
         Field(

@@ -70,12 +70,15 @@ def paged_geometry(
         geometry,
         config.page_tokens,
         channels=config.scores_channels,
-        scaled_from=dtype.itemsize if config.scales_channels else 0,
+        scaled_from=dtype.itemsize if config.scales_channels or config.scorer == "codes" else 0,
         record=_record(config),
     )
 
 
 def _record(config: SSDKVConfig) -> PageRecord:
+    if config.scorer == "codes":
+        records: dict[int, PageRecord] = {1: "codes_1", 2: "codes_2", 4: "codes_4"}
+        return records[config.sparse.code_bits]
     if config.scorer != "spread":
         return "bounds"
     return "spread_with_values" if config.sparse.estimate_rest else "spread"

@@ -244,6 +244,8 @@ def fingerprint(
         fields["attention"] = "sparse"
         if config.scores_channels:
             fields["summaries"] = "int8 channels" if config.scales_channels else "channels"
+        elif config.scorer == "codes":
+            fields["summaries"] = f"codes of {config.sparse.code_bits} bits"
         elif config.scorer == "spread":
             rest = config.sparse.estimate_rest
             fields["summaries"] = "spread, sums of V" if rest else "spread"

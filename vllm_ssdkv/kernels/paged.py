@@ -31,6 +31,7 @@ from vllm_ssdkv.kernels.operands.block_layout import (
 from vllm_ssdkv.kernels.operands.page_list import PageList
 from vllm_ssdkv.kernels.operands.token_order import TokenOrder
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.memory.summary_rows import code_bytes
 
 
 class PageAttention(Protocol):
@@ -85,6 +86,11 @@ class PageKernels(PageAttention, Protocol):
         ``2 * head_size * itemsize`` bytes; what is left of them stays as it is. See
         ``scaled_channels``.
         """
+        ...
+
+    def encode(self, source: IntArray, layout: BlockLayout, codes: IntArray, bits: int) -> None:
+        """Write K of n complete blocks of one layer in ``bits`` a number: records of each KV head,
+        as ``docs/format.md`` has them, back to back. Addresses as of :meth:`summarize`."""
         ...
 
     def pack_summarized(
@@ -157,6 +163,11 @@ class CpuPageKernels(NativeKernels):
             self.threads,
         )
 
+    def encode(self, source: IntArray, layout: BlockLayout, codes: IntArray, bits: int) -> None:
+        """See :meth:`PageKernels.encode`."""
+        addresses = on_host(source, np.uint64), on_host(codes, np.uint64)
+        self._native.encode(addresses[0], layout.shape, addresses[1], bits, self.threads)
+
     def pack_summarized(
         self,
         caches: Sequence[torch.Tensor],
@@ -201,9 +212,10 @@ class CpuPageKernels(NativeKernels):
             geometry.page_bytes,
             geometry.summary_pages,
             geometry.channel_pages,
-            scaled=geometry.scaled_from > 0,
-            spread=geometry.record != "bounds",
+            scaled=geometry.scaled_from > 0 and geometry.channel_pages > 0,
+            spread=geometry.record.startswith("spread"),
             value_sums=geometry.record == "spread_with_values",
+            code_bits=geometry.code_bits,
         )
         self._native.pack_summarized(
             source.ravel(), pages, tails, held, self.threads, None if order is None else order.bound
@@ -219,6 +231,7 @@ class TritonPageKernels:
         try:
             self._attend = importlib.import_module("vllm_ssdkv.triton_kernels.attend")
             self._summarize = importlib.import_module("vllm_ssdkv.triton_kernels.summarize")
+            self._codes = importlib.import_module("vllm_ssdkv.triton_kernels.codes")
             self._order = importlib.import_module("vllm_ssdkv.triton_kernels.order")
         except ImportError as error:
             raise UnsupportedError(
@@ -274,6 +287,15 @@ class TritonPageKernels:
                 for name, target in targets.items()
                 if target is not None
             },
+        )
+
+    def encode(self, source: IntArray, layout: BlockLayout, codes: IntArray, bits: int) -> None:
+        """See :meth:`PageKernels.encode`; one launch."""
+        self._codes.encode(
+            on_device(source, torch.int64, self.device),
+            layout,
+            on_device(codes, torch.int64, self.device),
+            bits,
         )
 
     def pack_summarized(
@@ -361,6 +383,11 @@ class TritonPageKernels:
         geometry: SlotGeometry,
     ) -> None:
         """Write the records of the pages of one layer and, if wanted, the sums of V."""
+        if geometry.code_bits:
+            size = geometry.heads * code_bytes(geometry, layout.page_tokens)
+            target = _rows(summaries) + np.uint64(layer * size)
+            self.encode(source, layout, target, geometry.code_bits)
+            return
         record = geometry.payload_bytes // layout.page_tokens
         pages, values = geometry.pages_per_layer * record, 0
         if geometry.record == "spread_with_values":

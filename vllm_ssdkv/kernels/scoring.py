@@ -53,6 +53,14 @@ class CpuScoringKernels(NativeKernels):
         records = require_records(context.spread_base, "spread")
         return self._page_logits(self._native.spread_logits, query, context, records, scale)
 
+    def code_logits(
+        self, query: torch.Tensor, context: ContextSummaries, scale: float, bits: int
+    ) -> tuple[Floats, Offsets]:
+        """See :meth:`ScoringKernels.code_logits`."""
+        records = require_records(context.codes_base, "codes")
+        write = functools.partial(self._native.code_logits, bits=bits)
+        return self._page_logits(write, query, context, records, scale)
+
     def _page_logits(
         self,
         write: Callable[..., None],
@@ -69,8 +77,8 @@ class CpuScoringKernels(NativeKernels):
             scale,
             context.sizes.bound,
             records,
-            logits,
-            self.threads,
+            logits=logits,
+            threads=self.threads,
         )
         return logits, first
 
@@ -250,6 +258,7 @@ class TritonScoringKernels:
         self.device = device
         try:
             self._score = importlib.import_module("vllm_ssdkv.triton_kernels.score")
+            self._codes = importlib.import_module("vllm_ssdkv.triton_kernels.codes")
             self._tokens = importlib.import_module("vllm_ssdkv.triton_kernels.tokens")
             self._choose = importlib.import_module("vllm_ssdkv.triton_kernels.choose")
         except ImportError as error:
@@ -273,6 +282,14 @@ class TritonScoringKernels:
         """See :meth:`ScoringKernels.spread_logits`."""
         records = require_records(context.spread_base, "spread")
         return self._page_logits(self._score.spread_logits, query, context, records, scale)
+
+    def code_logits(
+        self, query: torch.Tensor, context: ContextSummaries, scale: float, bits: int
+    ) -> tuple[torch.Tensor, Offsets]:
+        """See :meth:`ScoringKernels.code_logits`."""
+        records = require_records(context.codes_base, "codes")
+        make = functools.partial(self._codes.code_logits, bits=bits)
+        return self._page_logits(make, query, context, records, scale)
 
     def _page_logits(
         self,

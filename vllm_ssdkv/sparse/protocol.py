@@ -71,13 +71,14 @@ class Budget:
 class Needs:
     """Parts of a :class:`ContextSummaries` that a selector reads, beside the rows' sizes.
 
-    ``bounds``: ``bounds_base``. ``spread``: ``spread_base``. ``channels``, how many per KV
-    head: ``channel_base`` or ``channel_source``, and ``window_base``. ``clusters``: of the rows'
-    pages.
+    ``bounds``: ``bounds_base``. ``spread``: ``spread_base``. ``codes``, of so many bits:
+    ``codes_base``. ``channels``, how many per KV head: ``channel_base`` or ``channel_source``, and
+    ``window_base``. ``clusters``: of the rows' pages.
     """
 
     bounds: bool = False
     spread: bool = False
+    codes: int = 0
     channels: int = 0
     clusters: bool = False
 
@@ -100,6 +101,7 @@ class ContextSummaries:
             dtype: minimum, then maximum over the page's tokens of each channel of K. None where no
             selector needs them.
         spread_base: Likewise mean, then variance, rounded from float32.
+        codes_base: Each block's K in a few bits, a record for each KV head (``docs/format.md``).
         channel_base: Each block's K once more, channel-major: ``[kv_heads, head_size,
             block_tokens]`` of the layout's dtype. None where no selector needs it.
         window_base: The window's blocks, token-major, as attention reads them, absolute addresses,
@@ -126,6 +128,7 @@ class ContextSummaries:
     window_tokens: NDArray[np.int32]
     bounds_base: NDArray[np.uint64] | None = None
     spread_base: NDArray[np.uint64] | None = None
+    codes_base: NDArray[np.uint64] | None = None
     channel_base: NDArray[np.uint64] | None = None
     window_base: NDArray[np.uint64] | None = None
     window_begin: NDArray[np.int32] | None = None

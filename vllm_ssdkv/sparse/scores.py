@@ -142,6 +142,17 @@ class ScoringKernels(Protocol):
         """
         ...
 
+    def code_logits(
+        self, query: torch.Tensor, context: ContextSummaries, scale: float, bits: int
+    ) -> tuple[Table, Offsets]:
+        """Logits of every context page from codes of ``bits``, by query head.
+
+        The log of the mean over the page's tokens of ``exp`` of their logits, which are unbiased.
+        CPUs look products up in tables of 7 bits: a token's logit is wrong by at most half a step
+        of them times channels over the channels in half a byte.
+        """
+        ...
+
     def weigh(
         self,
         logits: Table,

@@ -103,8 +103,8 @@ def test_well_summed_nonsense_is_refused() -> None:
     data[60:61] = b"\0"
     with pytest.raises(FormatError, match="version is 5, expected 4"):
         Superblock.decode(refreshed(data))
-    data[60:61] = b"\3"
-    with pytest.raises(FormatError, match="record is 3"):
+    data[60:61] = b"\6"
+    with pytest.raises(FormatError, match="version is 5, expected 6"):
         Superblock.decode(refreshed(data))
     text = BLOCK.encode().index(b'{"layers":2')
     data = bytearray(BLOCK.encode())

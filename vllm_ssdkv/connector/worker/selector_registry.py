@@ -90,12 +90,13 @@ def _check_needs(guest: Selector, parts: SelectorParts) -> None:
     needs, held = guest.needs, parts.scorer().needs
     bounds = needs.bounds and not held.bounds
     spread = needs.spread and not held.spread
-    if bounds or spread or needs.channels > held.channels:
+    codes = needs.codes not in (0, held.codes)
+    if bounds or spread or codes or needs.channels > held.channels:
         name = f"{type(guest).__module__}:{type(guest).__qualname__}"
         raise ConfigError(
             f'sparse.scorer: {name} needs {needs}, and slots hold what "{parts.scorer_name}" '
-            f'needs, {held}; set sparse.scorer to "spread" for spread, "bounds" for bounds, else '
-            'to "sparf"'
+            f'needs, {held}; set sparse.scorer to "spread" for spread, "bounds" for bounds, '
+            '"codes" for codes, else to "sparf"'
         )
 
 

@@ -37,11 +37,10 @@ class Packer {
 
   // Where a head's channels do not lie in one piece they are made here; and its tokens ordered.
   std::int64_t scratch_bytes() const {
-    if (p_.ordered == nullptr) return channel_bytes_;
-    const std::int64_t tokens = p_.layout.block_tokens;
-    const std::int64_t width = std::max(key_width_, p_.feature_width);
-    const std::int64_t order = 4 * tokens * (1 + key_width_) + order_scratch_bytes(tokens, width);
-    return std::max(channel_bytes_, order);
+    if (p_.record == PageRecord::kCodes) {
+      return std::max(order_bytes(), encode_scratch(p_.layout) + p_.codes.bytes);
+    }
+    return std::max(order_bytes(), channel_bytes_);
   }
 
   void pack(std::int64_t layer, std::int64_t block, std::int64_t head, std::byte* scratch) const {
@@ -61,7 +60,12 @@ class Packer {
     } else if (target != nullptr) {
       copy_run({payload_, layout.page_stride, p_.page_bytes, true}, from, target, groups_);
     }
-    if (p_.channel_pages == 0) {
+    if (p_.record == PageRecord::kCodes) {
+      std::byte* const made_codes = scratch + encode_scratch(layout);
+      kernels_.encode(made, p_.codes, from, scratch, made_codes);
+      const std::int64_t begin = (layer * layout.kv_heads + head) * p_.codes.bytes;
+      put(tail, 0, begin, made_codes, p_.codes.bytes);
+    } else if (p_.channel_pages == 0) {
       for (std::int64_t g = 0; g < groups_; ++g) {
         kernels_.page_record(made, p_.record, from + g * made.page_stride,
                              record(tail, place + layer * sums_per_layer() + g));
@@ -77,16 +81,26 @@ class Packer {
     const std::int64_t pages = first_channel_page(layer);
     clear(tail, pages, layout.kv_heads * channel_bytes_, p_.channel_pages * payload_);
     if (layer + 1 < p_.layers) return;
-    clear(tail, 0, records() * record_, p_.summary_pages * payload_);
+    clear(tail, 0, summary_bytes(), p_.summary_pages * payload_);
   }
 
  private:
+  std::int64_t order_bytes() const {
+    if (p_.ordered == nullptr) return 0;
+    const std::int64_t tokens = p_.layout.block_tokens;
+    const std::int64_t width = std::max(key_width_, p_.feature_width);
+    return 4 * tokens * (1 + key_width_) + order_scratch_bytes(tokens, width);
+  }
   std::int64_t records_per_head() const {
     return p_.channel_pages == 0 ? groups_ : (p_.scaled ? 2 : 1);
   }
   std::int64_t sums_per_layer() const { return p_.value_sums ? p_.layout.kv_heads : 0; }
   std::int64_t records() const {
     return p_.layers * (p_.layout.kv_heads * records_per_head() + sums_per_layer());
+  }
+  std::int64_t summary_bytes() const {
+    if (p_.record == PageRecord::kCodes) return p_.layers * p_.layout.kv_heads * p_.codes.bytes;
+    return records() * record_;
   }
   std::int64_t first_channel_page(std::int64_t layer) const {
     return p_.summary_pages + layer * p_.channel_pages;
@@ -109,6 +123,15 @@ class Packer {
       piece(byte(tail, page, begin), begin, bytes);
       begin += bytes;
     }
+  }
+
+  // Puts `bytes` at `begin` of the stretch that begins with a page.
+  void put(std::byte* tail, std::int64_t page, std::int64_t begin, const std::byte* from,
+           std::int64_t bytes) const {
+    for_pieces(tail, page, begin, begin + bytes,
+               [&](std::byte* piece, std::int64_t offset, std::int64_t size) {
+                 std::memcpy(piece, from + (offset - begin), count(size));
+               });
   }
 
   void clear(std::byte* tail, std::int64_t page, std::int64_t begin, std::int64_t end) const {
@@ -176,11 +199,7 @@ class Packer {
     const bool whole = p_.page_bytes == payload_ || begin % payload_ + channel_bytes_ <= payload_;
     std::byte* const to = whole ? byte(tail, page, begin) : scratch;
     kernels_.channels(layout, from, to, scales);
-    if (whole) return;
-    for_pieces(tail, page, begin, begin + channel_bytes_,
-               [&](std::byte* piece, std::int64_t offset, std::int64_t bytes) {
-                 std::memcpy(piece, scratch + (offset - begin), count(bytes));
-               });
+    if (!whole) put(tail, page, begin, scratch, channel_bytes_);
   }
 
   const Packing& p_;

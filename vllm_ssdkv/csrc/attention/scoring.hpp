@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "attention/codes.hpp"
 #include "attention/problem.hpp"
 
 namespace ssdkv::attention {
@@ -16,10 +17,12 @@ namespace ssdkv::attention {
 // Scales of a block's channels are float [kv_heads][head_size], where each head has as many bytes
 // as a token's K and V take; those behind its scales are not looked at.
 
-// What is kept of a page's K, [2][head_size] numbers of its dtype.
+// What is kept of pages' K: of each page [2][head_size] numbers of its dtype, or of all pages of a
+// head one record.
 enum class PageRecord {
   kBounds,  // minimum, then maximum, of each channel
   kSpread,  // mean, then variance, of each channel
+  kCodes,   // see codes.hpp
 };
 
 // Summaries of blocks that leave; all addresses are absolute, one per block, any of the
@@ -32,6 +35,8 @@ struct Summaries {
   const std::uint64_t* channels;   // [kv_heads][head_size][block_tokens]: K
   const std::uint64_t* scales;     // not null: channels are int8, times these; see below
   const std::uint64_t* value_sum;  // float [kv_heads][head_size]: V summed over the tokens
+  const std::uint64_t* codes;      // [kv_heads]: records of this shape
+  CodeShape code_shape;
 };
 
 // Logits of queries [rows][query_heads][head_size] against the page records of their rows' blocks.
@@ -45,6 +50,7 @@ struct PageScoring {
   const std::uint64_t* records;   // [blocks], as in Summaries
   const std::int64_t* first_column;
   float* logits;  // columns are the row's pages
+  CodeShape codes;
 };
 
 // Approximate logits from some channels: the row's context from channel-major K, then its window
@@ -137,6 +143,12 @@ struct SparseKernels {
   // behind each head's channels; width is a multiple of 16.
   void (*key_rows)(const PageLayout&, const std::byte* pages, std::int64_t width, float* rows);
   void (*project)(const Projection&);
+  // K of one head of a block, from its first page on, as codes; encode_scratch() bytes.
+  void (*encode)(const PageLayout&, const CodeShape&, const std::byte* pages, std::byte* scratch,
+                 std::byte* record);
+  // As page_logits, from codes of whole blocks; scoring_scratch() bytes.
+  void (*code_logits)(const PageScoring&, std::int64_t row, std::int64_t head,
+                      std::int64_t block_begin, std::int64_t block_end, std::byte* scratch);
   // 4 * group * (head_size + 15) bytes.
   void (*page_logits)(const PageScoring&, std::int64_t row, std::int64_t head,
                       std::int64_t page_begin, std::int64_t page_end, std::byte* scratch);

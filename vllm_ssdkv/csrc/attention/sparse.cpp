@@ -63,7 +63,7 @@ void summarize_blocks(const Summaries& s, std::int64_t blocks, std::int64_t thre
   const std::int64_t token = layout.head_size * item_bytes(layout.dtype);
   const std::int64_t channel_item = s.scales == nullptr ? item_bytes(layout.dtype) : 1;
   const std::int64_t bytes = 2 * layout.kv_heads * layout.block_tokens * token;
-  const auto one = [&](std::int64_t block, std::int64_t head) {
+  const auto one = [&](std::int64_t block, std::int64_t head, std::byte* scratch) {
     const auto place = [&](const std::uint64_t* list, std::int64_t size) {
       return reinterpret_cast<std::byte*>(list[block]) + head * size;
     };
@@ -77,6 +77,9 @@ void summarize_blocks(const Summaries& s, std::int64_t blocks, std::int64_t thre
     };
     records(s.bounds, PageRecord::kBounds);
     records(s.spread, PageRecord::kSpread);
+    if (s.codes != nullptr) {
+      kernels.encode(layout, s.code_shape, pages, scratch, place(s.codes, s.code_shape.bytes));
+    }
     if (s.channels != nullptr) {
       kernels.channels(layout, pages,
                        place(s.channels, layout.head_size * layout.block_tokens * channel_item),
@@ -87,16 +90,43 @@ void summarize_blocks(const Summaries& s, std::int64_t blocks, std::int64_t thre
     }
   };
   const std::int64_t step = std::max<std::int64_t>(1, kTaskBytes / bytes);
-  for_tasks((blocks + step - 1) / step, team(blocks * bytes, threads), 0,
-            [&](std::int64_t task, std::byte*) {
+  const std::int64_t work = s.codes == nullptr ? 0 : encode_scratch(layout);
+  for_tasks((blocks + step - 1) / step, team(blocks * bytes, threads),
+            static_cast<std::size_t>(work), [&](std::int64_t task, std::byte* scratch) {
               const std::int64_t end = std::min(blocks, (task + 1) * step);
               for (std::int64_t block = task * step; block < end; ++block) {
-                for (std::int64_t head = 0; head < layout.kv_heads; ++head) one(block, head);
+                for (std::int64_t head = 0; head < layout.kv_heads; ++head) {
+                  one(block, head, scratch);
+                }
               }
             });
 }
 
+namespace {
+
+// Scores codes, in pieces of whole blocks.
+void score_codes(const PageScoring& s, std::int64_t rows, std::int64_t threads) {
+  const SparseKernels& kernels = *active_kernels().sparse;
+  const PageLayout& layout = s.layout;
+  const std::int64_t groups = layout.block_tokens / layout.page_tokens;
+  const std::vector<Piece> pieces = cut(
+      rows, layout.kv_heads, s.codes.bytes,
+      [&](std::int64_t row) { return (s.first_column[row + 1] - s.first_column[row]) / groups; });
+  const std::int64_t bytes = s.first_column[rows] / groups * layout.kv_heads * s.codes.bytes;
+  for_tasks(
+      static_cast<std::int64_t>(pieces.size()), team(bytes, threads),
+      static_cast<std::size_t>(scoring_scratch(layout, s.codes, s.query_heads / layout.kv_heads)),
+      [&](std::int64_t task, std::byte* scratch) {
+        const Piece& p = pieces[static_cast<std::size_t>(task)];
+        if (p.begin == p.end) return;
+        kernels.code_logits(s, p.row, p.head, p.begin, p.end, scratch);
+      });
+}
+
+}  // namespace
+
 void score_pages(const PageScoring& s, std::int64_t rows, std::int64_t threads) {
+  if (s.kind == PageRecord::kCodes) return score_codes(s, rows, threads);
   const SparseKernels& kernels = *active_kernels().sparse;
   const PageLayout& layout = s.layout;
   const std::int64_t page = 2 * layout.head_size * item_bytes(layout.dtype);

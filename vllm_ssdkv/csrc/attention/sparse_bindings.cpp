@@ -48,6 +48,10 @@ void check_size(const A& array, std::int64_t size, const char* text) {
   require(extent(array.size()) == size, text);
 }
 
+void check_bits(std::int64_t bits) {
+  require(bits == 1 || bits == 2 || bits == 4, "codes have 1, 2 or 4 bits");
+}
+
 const std::uint64_t* check_targets(const std::optional<Vector<std::uint64_t>>& list,
                                    std::int64_t blocks) {
   if (!list) return nullptr;
@@ -70,7 +74,23 @@ void py_summarize(Vector<std::uint64_t> source, const BlockShape& shape,
                     check_targets(spread, blocks),
                     check_targets(channels, blocks),
                     check_targets(scales, blocks),
-                    check_targets(value_sum, blocks)};
+                    check_targets(value_sum, blocks),
+                    nullptr,
+                    {}};
+  const Unlocked unlocked;
+  summarize_blocks(s, blocks, threads);
+}
+
+void py_encode(Vector<std::uint64_t> source, const BlockShape& shape, Vector<std::uint64_t> codes,
+               std::int64_t bits, std::int64_t threads) {
+  check_threads(threads);
+  check_bits(bits);
+  const std::int64_t blocks = extent(source.shape(0));
+  Summaries s{};
+  s.layout = shape;
+  s.source = source.data();
+  s.codes = check_targets(codes, blocks);
+  s.code_shape = code_shape(shape, bits);
   const Unlocked unlocked;
   summarize_blocks(s, blocks, threads);
 }
@@ -80,10 +100,11 @@ struct SlotTails {
   BlockShape shape;
   std::int64_t layers, page_bytes, summary_pages, channel_pages;
   bool scaled, spread, value_sums;
+  CodeShape codes;
 
   SlotTails(const BlockShape& of, std::int64_t layers_of, std::int64_t bytes_of_page,
             std::int64_t pages_of_summaries, std::int64_t pages_of_channels, bool scaled_channels,
-            bool spread_records, bool with_value_sums)
+            bool spread_records, bool with_value_sums, std::int64_t code_bits)
       : shape(of),
         layers(layers_of),
         page_bytes(bytes_of_page),
@@ -91,7 +112,8 @@ struct SlotTails {
         channel_pages(pages_of_channels),
         scaled(scaled_channels),
         spread(spread_records),
-        value_sums(with_value_sums) {
+        value_sums(with_value_sums),
+        codes(code_shape(shape, code_bits)) {
     require(layers > 0, "a slot has at least one layer");
     require(page_bytes >= shape.payload(), "page_bytes is smaller than K and V of one page");
     require(channel_pages >= 0 && (channel_pages > 0 || !scaled), "scales are of channels");
@@ -104,6 +126,13 @@ struct SlotTails {
     const std::int64_t records =
         shape.kv_heads *
         ((channel_pages == 0 ? shape.groups() : (scaled ? 2 : 1)) + (value_sums ? 1 : 0));
+    if (code_bits != 0) {
+      check_bits(code_bits);
+      require(channel_pages == 0 && !spread, "summaries are codes, channels or spread, only one");
+      require(summary_pages * shape.payload() >= layers * shape.kv_heads * codes.bytes,
+              "summary_pages are too few for the codes");
+      return;
+    }
     require(summary_pages * shape.page_tokens >= layers * records,
             "summary_pages are too few for the records");
   }
@@ -161,7 +190,10 @@ void py_pack_summarized(Vector<std::uint64_t> source, std::optional<Vector<std::
   p.summary_pages = tails.summary_pages;
   p.channel_pages = tails.channel_pages;
   p.scaled = tails.scaled;
-  p.record = tails.spread ? PageRecord::kSpread : PageRecord::kBounds;
+  p.record = tails.codes.bits != 0 ? PageRecord::kCodes
+             : tails.spread        ? PageRecord::kSpread
+                                   : PageRecord::kBounds;
+  p.codes = tails.codes;
   p.value_sums = tails.value_sums;
   if (order != nullptr) order->set(p);
   const Unlocked unlocked;
@@ -216,13 +248,13 @@ struct Contexts {
   }
 };
 
-template <PageRecord Kind>
-void py_page_logits(ConstCube query, double scale, const Contexts& contexts,
-                    Vector<std::uint64_t> records, Array<float, nb::ndim<1>> logits,
-                    std::int64_t threads) {
+void score_records(PageRecord kind, std::int64_t code_bits, ConstCube query, double scale,
+                   const Contexts& contexts, Vector<std::uint64_t> records,
+                   Array<float, nb::ndim<1>> logits, std::int64_t threads) {
   PageScoring s{};
-  s.kind = Kind;
+  s.kind = kind;
   s.layout = contexts.shape;
+  s.codes = code_shape(contexts.shape, code_bits);
   s.query_heads = extent(query.shape(1));
   check_heads(s.layout.kv_heads, s.query_heads, threads);
   require(extent(query.shape(0)) == contexts.rows && extent(query.shape(2)) == s.layout.head_size,
@@ -238,6 +270,20 @@ void py_page_logits(ConstCube query, double scale, const Contexts& contexts,
   s.logits = logits.data();
   const Unlocked unlocked;
   score_pages(s, contexts.rows, threads);
+}
+
+template <PageRecord Kind>
+void py_page_logits(ConstCube query, double scale, const Contexts& contexts,
+                    Vector<std::uint64_t> records, Array<float, nb::ndim<1>> logits,
+                    std::int64_t threads) {
+  score_records(Kind, 0, query, scale, contexts, records, logits, threads);
+}
+
+void py_code_logits(ConstCube query, double scale, const Contexts& contexts,
+                    Vector<std::uint64_t> records, std::int64_t bits,
+                    Array<float, nb::ndim<1>> logits, std::int64_t threads) {
+  check_bits(bits);
+  score_records(PageRecord::kCodes, bits, query, scale, contexts, records, logits, threads);
 }
 
 void py_choose_channels(ConstCube query, double scale, std::int64_t kv_heads,
@@ -524,15 +570,19 @@ void bind_sparse(nb::module_& module) {
              nb::arg("channels").noconvert().none(), nb::arg("scales").noconvert().none(),
              nb::arg("value_sum").noconvert().none(), nb::arg("threads"),
              "Write summaries of blocks: page records, channel-major K and sums of V.");
+  module.def("encode", &py_encode, nb::arg("source").noconvert(), nb::arg("shape"),
+             nb::arg("codes").noconvert(), nb::arg("bits"), nb::arg("threads"),
+             "Write K of blocks in 1, 2 or 4 bits, a record for each KV head.");
   nb::class_<SlotTails>(module, "SlotTails", R"(What slots of L layers hold beside K and V.
 
 Pages are ``page_bytes`` apart. A tail has ``summary_pages``, then ``channel_pages`` of each layer.
 Without channel pages summaries are bounds, or ``spread``, behind which may be the sums of V
-(``value_sums``); ``scaled`` channels are int8.)")
+(``value_sums``), or codes of ``code_bits``, if not 0; ``scaled`` channels are int8.)")
       .def(nb::init<const BlockShape&, std::int64_t, std::int64_t, std::int64_t, std::int64_t, bool,
-                    bool, bool>(),
+                    bool, bool, std::int64_t>(),
            nb::arg("shape"), nb::arg("layers"), nb::arg("page_bytes"), nb::arg("summary_pages"),
-           nb::arg("channel_pages"), nb::arg("scaled"), nb::arg("spread"), nb::arg("value_sums"));
+           nb::arg("channel_pages"), nb::arg("scaled"), nb::arg("spread"), nb::arg("value_sums"),
+           nb::arg("code_bits"));
   nb::class_<Order>(module, "Order", R"(Order of the tokens of blocks on their way to slots.
 
 Tokens of layers that are ``ordered [L]`` go into their pages by likeness, but for the first ``kept
@@ -568,6 +618,35 @@ behind them; its columns begin at ``first_page[r]`` and ``first_token[r]`` of a 
                    "Upper bounds of the scaled logits of each page.");
   bind_page_logits("spread_logits", &py_page_logits<PageRecord::kSpread>,
                    "Logits of each page from mean and variance of its keys.");
+  module.def("code_logits", &py_code_logits, nb::arg("query").noconvert(), nb::arg("scale"),
+             nb::arg("contexts"), nb::arg("records").noconvert(), nb::arg("bits"),
+             nb::arg("logits").noconvert(), nb::arg("threads"),
+             "Log of the mean over each page's tokens of exp of the logits from their codes.");
+  module.def(
+      "code_bytes",
+      [](const BlockShape& shape, std::int64_t bits) {
+        check_bits(bits);
+        return code_shape(shape, bits).bytes;
+      },
+      nb::arg("shape"), nb::arg("bits"), "Bytes of the codes of one KV head of a block.");
+  module.def(
+      "rotation",
+      [](std::int64_t head_size) {
+        require(head_size > 0 && head_size <= kMaxHeadSize, "head_size is out of range");
+        std::vector<float> matrix(static_cast<std::size_t>(head_size * head_size));
+        code_rotation(head_size, matrix.data());
+        return to_numpy(std::move(matrix));
+      },
+      nb::arg("head_size"), "The matrix by which codes rotate keys.");
+  module.def(
+      "code_levels",
+      [](std::int64_t bits) {
+        check_bits(bits);
+        std::vector<float> levels(std::size_t{1} << bits);
+        code_levels(bits, levels.data());
+        return to_numpy(std::move(levels));
+      },
+      nb::arg("bits"), "The numbers that codes stand for, ascending.");
   module.def("choose_channels", &py_choose_channels, nb::arg("query").noconvert(), nb::arg("scale"),
              nb::arg("kv_heads"), nb::arg("channels").noconvert(), nb::arg("reduced").noconvert(),
              nb::arg("together"), "SparQ's channels and the scaled queries of them.");

@@ -2,12 +2,12 @@
 
 In a slot without channel pages the summary is a record of each page: its *bounds*, the smallest and
 the largest value of each of K's channels (Quest, Tang et al. 2024), or their mean and variance,
-with which there may be the sum of V. In one with channel pages it is the *sum of V* over the
-block's tokens (SparQ, Ribar et al. 2024, step 5), with the *scales* of K's channels if these are
-int8, and a table may keep the slot's K, channel-major, too. Channels, and records that only kernels
-read, may lie in memory of the device that scores. ``docs/format.md`` says where all of them lie in
-a slot. Here they lie without padding, so that one address per slot and layer is all that a kernel
-needs.
+with which there may be the sum of V; or K of each head in a few bits (*codes*). In one with channel
+pages it is the *sum of V* over the block's tokens (SparQ, Ribar et al. 2024, step 5), with the
+*scales* of K's channels if these are int8, and a table may keep the slot's K, channel-major, too.
+Channels, and records that only kernels read, may lie in memory of the device that scores.
+``docs/format.md`` says where all of them lie in a slot. Here they lie without padding, so that one
+address per slot and layer is all that a kernel needs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SummaryTable:
         """True if channel-major K is kept."""
         self._device: DeviceMemory | None = None
         self._records_on_device = records_on_device
-        self.holds_scales = geometry.scaled_from > 0
+        self.holds_scales = geometry.scaled_from > 0 and geometry.channel_pages > 0
         """True if channel-major K is int8, and rows have its scales."""
         self._heads = geometry.heads
         self._record = geometry.payload_bytes // page_tokens

@@ -55,17 +55,28 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-PageRecord: TypeAlias = Literal["bounds", "spread", "spread_with_values"]
+PageRecord: TypeAlias = Literal[
+    "bounds", "spread", "spread_with_values", "codes_1", "codes_2", "codes_4"
+]
 """What the summary of a page is, see :attr:`SlotGeometry.record`."""
 
-PAGE_RECORDS: tuple[PageRecord, ...] = ("bounds", "spread", "spread_with_values")
+PAGE_RECORDS: tuple[PageRecord, ...] = (
+    "bounds",
+    "spread",
+    "spread_with_values",
+    "codes_1",
+    "codes_2",
+    "codes_4",
+)
 """In the order of their numbers in a superblock."""
 
 
 def format_version(summary_pages: int, record: PageRecord = "bounds") -> int:
     """Version of superblock and manifest: 1; 4 where slots have a tail; 5 where summaries of pages
-    are not bounds. The tail was before the pages of KV in version 1, and in 2 and 3, which had
-    channel pages."""
+    are not bounds, 6 where they are codes. The tail was before the pages of KV in version 1, and in
+    2 and 3, which had channel pages."""
+    if record.startswith("codes"):
+        return 6
     if record != "bounds":
         return 5
     return 4 if summary_pages else 1
@@ -100,10 +111,11 @@ class SlotGeometry:
         channel_pages: Pages of each layer that hold its K once more, channel-major; 0 where no
             selector needs them.
         scaled_from: Bytes of a number of K where channel pages hold it as int8, with scales in the
-            summary pages; 0 where they hold K as it is.
+            summary pages, or summary pages hold it as codes; 0 elsewhere.
         record: What summary pages hold of each page of KV, where there are no channel pages: of
             each channel of K the smallest and the largest number (``bounds``), or mean and variance
-            (``spread``), and then of each layer and head the sum of V (``spread_with_values``).
+            (``spread``), and then of each layer and head the sum of V (``spread_with_values``); or
+            of each layer and head codes of so many bits for each number of K (``codes_2``).
 
     What each step asks for every layer is computed once.
 
@@ -139,10 +151,11 @@ class SlotGeometry:
                 f"slot geometry: channel_pages is {self.channel_pages}, with {self.summary_pages} "
                 "summary pages"
             )
-        if self.scaled_from and (self.scaled_from not in (2, 4) or not self.channel_pages):
+        reduced = self.scaled_from in (2, 4) and (self.channel_pages or self.code_bits)
+        if not reduced and (self.scaled_from or self.code_bits):
             raise ValueError(
                 f"slot geometry: scaled_from is {self.scaled_from}, with {self.channel_pages} "
-                "channel pages"
+                f"channel pages and {self.record}"
             )
         if self.record not in PAGE_RECORDS or (
             self.record != "bounds" and (self.channel_pages or not self.summary_pages)
@@ -153,6 +166,11 @@ class SlotGeometry:
             )
         if self.slot_bytes > MAX_SLOT_BYTES:
             raise ValueError(f"slot of {self.slot_bytes} bytes exceeds {MAX_SLOT_BYTES}")
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a number of K in codes; 0 where summaries are none."""
+        return int(self.record[-1]) if self.record.startswith("codes") else 0
 
     @property
     def version(self) -> int:

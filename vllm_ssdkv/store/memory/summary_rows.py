@@ -29,10 +29,16 @@ def with_summaries(
         geometry: Of KV alone.
         page_tokens: Tokens of a page.
         channels: Channel-major K and sums of V, else records of pages.
-        scaled_from: Bytes of a number of K, to have it as int8 with scales; 0: as it is.
+        scaled_from: Bytes of a number of K, to have it as int8 with scales, or as codes; 0: as it
+            is.
         record: What a record is.
     """
     records = geometry.layers * geometry.heads
+    if record.startswith("codes"):
+        # Some page, so that this is a geometry; how many, it says itself.
+        coded = replace(geometry, summary_pages=1, scaled_from=scaled_from, record=record)
+        pages = -(-summary_bytes(coded, page_tokens) // geometry.payload_bytes)
+        return replace(coded, summary_pages=pages)
     if not channels:
         of_head = geometry.groups + (record == "spread_with_values")
         pages = -(-records * of_head // page_tokens)
@@ -52,8 +58,22 @@ def _records(geometry: SlotGeometry) -> int:
     return geometry.heads * (2 if geometry.scaled_from else 1)
 
 
+CODE_TILE = 16
+"""Tokens whose codes lie side by side."""
+
+
+def code_bytes(geometry: SlotGeometry, page_tokens: int) -> int:
+    """Bytes of the codes of one layer and head: of tokens, their weights, and the mean."""
+    head_size = geometry.payload_bytes // (2 * page_tokens * geometry.scaled_from)
+    tokens = round_up(geometry.groups * page_tokens, CODE_TILE)
+    of_token = -(-head_size * geometry.code_bits // 32) * 4
+    return tokens * (of_token + 2) + round_up(head_size, 4) + 4
+
+
 def summary_bytes(geometry: SlotGeometry, page_tokens: int) -> int:
     """Bytes of the summaries of one slot, without padding."""
+    if geometry.code_bits:
+        return geometry.layers * geometry.heads * code_bytes(geometry, page_tokens)
     return geometry.layers * _records(geometry) * (geometry.payload_bytes // page_tokens)
 
 

@@ -13,6 +13,13 @@
 #include "attention/kernel/weights.hpp"
 
 namespace ssdkv::attention::SSDKV_ISA {
+
+// Of codes.hpp, which is compiled on its own.
+void encode_head(const PageLayout& layout, const CodeShape& shape, const std::byte* pages,
+                 std::byte* scratch, std::byte* record);
+void code_logits(const PageScoring& s, std::int64_t row, std::int64_t head,
+                 std::int64_t block_begin, std::int64_t block_end, std::byte* scratch);
+
 namespace {
 
 // Up to this many query rows K and V are read in place; above it, conversion is shared.
@@ -342,9 +349,9 @@ void finish(const Output& o, std::int64_t token_begin, std::int64_t token_end) {
   }
 }
 
-constexpr SparseKernels kSparseKernels{page_record, head_channels, head_value_sum, key_rows,
-                                       project,     page_logits,   channel_logits, window_logits,
-                                       weigh,       score_tokens,  cover};
+constexpr SparseKernels kSparseKernels{
+    page_record, head_channels,  head_value_sum, key_rows, project,      encode_head, code_logits,
+    page_logits, channel_logits, window_logits,  weigh,    score_tokens, cover};
 
 }  // namespace
 }  // namespace ssdkv::attention::SSDKV_ISA

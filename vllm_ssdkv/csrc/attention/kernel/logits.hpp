@@ -2,7 +2,7 @@
 // and variance of pages, and from some channels (SparQ, Ribar et al. 2024).
 #pragma once
 
-#include "attention/kernel/vector.hpp"
+#include "attention/kernel/blocks.hpp"
 #include "attention/scoring.hpp"
 
 namespace ssdkv::attention::SSDKV_ISA {
@@ -29,15 +29,6 @@ inline float load_one<BFloat16>(const std::byte* from) {
   float x;
   std::memcpy(&x, &bits, sizeof(x));
   return x;
-}
-
-// Calls visit<R>(row) for panels of 4, 2 and 1 rows that cover `rows`.
-template <typename Visit>
-void for_panels(std::int64_t rows, const Visit& visit) {
-  std::int64_t row = 0;
-  for (; row + 4 <= rows; row += 4) visit.template operator()<4>(row);
-  for (; row + 2 <= rows; row += 2) visit.template operator()<2>(row);
-  for (; row < rows; ++row) visit.template operator()<1>(row);
 }
 
 // sums[R][kLanes / R]: for every channel the larger of query * min and query * max, or query * mean

@@ -1,7 +1,7 @@
 // Summaries of a block whose K and V leave memory: page records, channel-major K, sums of V.
 #pragma once
 
-#include "attention/kernel/vector.hpp"
+#include "attention/kernel/blocks.hpp"
 #include "attention/scoring.hpp"
 
 namespace ssdkv::attention::SSDKV_ISA {
@@ -10,49 +10,6 @@ namespace {
 // The smaller and the larger; a NaN is kept once it was seen, so that broken data shows.
 inline Vec lower(Vec low, Vec v) { return (v < low) | (v != v) ? v : low; }
 inline Vec upper(Vec high, Vec v) { return (v > high) | (v != v) ? v : high; }
-
-// So many vectors of channels are worked on at a time: what is kept of one token waits for that of
-// the token before, and meanwhile the others' turn comes.
-constexpr int kAbreast = 4;
-
-template <int W>
-struct Width {
-  static constexpr int value = W;
-};
-
-// Calls visit(Width<W>, d) for all channels: W vectors of them from d on. A single one may be cut
-// short by the head's size.
-template <typename Visit>
-void for_channels(std::int64_t size, const Visit& visit) {
-  std::int64_t d = 0;
-  for (; d + kAbreast * kLanes <= size; d += kAbreast * kLanes) {
-    visit(Width<kAbreast>{}, d);
-  }
-  for (; d < size; d += kLanes) visit(Width<1>{}, d);
-}
-
-// Calls add(i, v) for each vector i of W, from channel d on, of each of `rows` rows in order.
-template <typename T, int W, typename Add>
-void for_rows(const std::byte* row, std::int64_t rows, std::int64_t size, std::int64_t d,
-              const Add& add) {
-  constexpr auto kItem = static_cast<std::int64_t>(sizeof(T));
-  const std::byte* from = row + d * kItem;
-  for (std::int64_t r = 0; r < rows; ++r, from += size * kItem) {
-#pragma GCC unroll 4
-    for (int i = 0; i < W; ++i) {
-      add(i, W > 1 ? load<T>(from + i * kLanes * kItem) : load_some<T>(from, size - d));
-    }
-  }
-}
-
-// The same for keys, or values, of all pages of one head of a block.
-template <typename T, int W, typename Add>
-void for_tokens(const PageLayout& layout, const std::byte* first, std::int64_t d, const Add& add) {
-  for (std::int64_t t = 0; t < layout.block_tokens; t += layout.page_tokens) {
-    for_rows<T, W>(first, layout.page_tokens, layout.head_size, d, add);
-    first += layout.page_stride;
-  }
-}
 
 template <typename T>
 void write_bounds(const PageLayout& layout, const std::byte* page, std::byte* to) {
@@ -112,28 +69,6 @@ void write_spread(const PageLayout& layout, const std::byte* page, std::byte* to
     }
   });
 }
-
-// Places of `Count` keys of one head of a block, from `token` on; behind the last one it stands in
-// for those that are missing. Any may be read kLanes channels at a time, even where a head has
-// fewer: behind the last key of a page lies V.
-template <int Count>
-struct Keys {
-  const std::byte* at[Count];
-
-  Keys(const PageLayout& layout, const std::byte* pages, std::int64_t token) {
-    const std::int64_t bytes = layout.head_size * item_bytes(layout.dtype);
-    const std::byte* page = pages + token / layout.page_tokens * layout.page_stride;
-    std::int64_t inside = token % layout.page_tokens;
-    for (int i = 0; i < Count; ++i) {
-      at[i] = page + inside * bytes;
-      if (token + i + 1 >= layout.block_tokens) continue;
-      if (++inside == layout.page_tokens) {
-        page += layout.page_stride;
-        inside = 0;
-      }
-    }
-  }
-};
 
 // Writes K channel-major as numbers of `Item` bytes. pack(keys, d) gives those of 4 / Item keys for
 // channels d, d + 1, ... in a register, one key behind the other in each lane: transposed as if
