@@ -77,6 +77,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**PAGE, "selector": "spread"},
     ),
     "sparse.channels": ({"sparse": {"channels": 4}}, SPARF),
+    "sparse.code_bits": ({"sparse": {"code_bits": 4}}, {**PAGE, "selector": "codes"}),
     "sparse.channel_dtype": ({"sparse": {"channel_dtype": "int8"}}, SPARF),
     "sparse.channel_group": ({"sparse": {"channel_group": 2}}, SPARF),
     "sparse.channel_pages": ({"sparse": {"channel_pages": "ssd"}}, SPARF),
@@ -125,7 +126,7 @@ def test_each_line_says_what_would_give_an_effect() -> None:
     assert [str(vain) for vain in without_effect(config)] == [
         'page_tokens has no effect unless mode is "page"',
         'sparse.budget has no effect unless mode is "page" and selector "bounds", "spread", '
-        '"sparf", "adaptive", "swarm" or "window"',
+        '"codes", "sparf", "adaptive", "swarm" or "window"',
     ]
 
 

@@ -230,6 +230,7 @@ CHANGES_THE_CHOICE: dict[str, object] = {
     "cluster_score": "medoid",
     "cluster_size": 3,
     "cluster_threshold": 0.25,
+    "code_bits": 4,
     "dense_layers": 1,
     "estimate_rest": True,
     "floor": 0.0625,

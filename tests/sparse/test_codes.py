@@ -13,7 +13,7 @@ from tests.kernels.test_dense import ISAS, using
 from tests.oracles import codes as oracle
 from vllm_ssdkv import _kernels
 from vllm_ssdkv.kernels.operands.block_layout import DTYPES, BlockLayout
-from vllm_ssdkv.kernels.paged import CpuPageKernels
+from vllm_ssdkv.kernels.paged import CpuPageKernels, PageKernels
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels
 from vllm_ssdkv.profiling.dense_oracle import write_block
 from vllm_ssdkv.sparse.protocol import Budget, ContextSummaries
@@ -21,6 +21,7 @@ from vllm_ssdkv.sparse.selectors.codes import CodesSelector
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.summary_rows import code_bytes, with_summaries
 
+NATIVE = CpuPageKernels(2)
 BITS = (1, 2, 4)
 RMS = {1: 0.76, 2: 0.37, 4: 0.10}
 """Error of a logit from normal numbers, of ``scale * |q| * |x| / sqrt(D)``."""
@@ -29,7 +30,9 @@ RMS = {1: 0.76, 2: 0.37, 4: 0.10}
 class Coded:
     """A row of complete blocks of one token in the window, as codes."""
 
-    def __init__(self, layout: BlockLayout, keys: torch.Tensor, bits: int) -> None:
+    def __init__(
+        self, kernels: PageKernels, layout: BlockLayout, keys: torch.Tensor, bits: int
+    ) -> None:
         """``keys`` [blocks, block_tokens, kv_heads, head_size], of the layout's dtype."""
         self.layout, self.bits, self.keys = layout, bits, keys
         self.blocks = torch.full((len(keys), layout.block_bytes), 0xFF, dtype=torch.uint8)
@@ -37,7 +40,7 @@ class Coded:
             write_block(layout, block, key.float(), torch.full(key.shape, torch.nan))
         self.record = _kernels.code_bytes(layout.shape, bits)
         self.records = np.full((len(keys), layout.kv_heads, self.record), 0xA5, np.uint8)
-        CpuPageKernels(2).encode(addresses(self.blocks.numpy()), layout, self.places, bits)
+        kernels.encode(addresses(self.blocks.numpy()), layout, self.places, bits)
 
     @property
     def places(self) -> NDArray[np.uint64]:
@@ -98,6 +101,18 @@ def table_error(query: NDArray[np.float64], weight: float, bits: int, scale: flo
     return float((step / 2 * halves.shape[-1]).max() * weight * scale)
 
 
+def heaviest(coded: Coded) -> float:
+    """The largest weight of any key."""
+    layout = coded.layout
+    return max(
+        float(
+            oracle.Record.of(head, layout.block_tokens, layout.head_size, coded.bits).weights.max()
+        )
+        for block in coded.records
+        for head in block
+    )
+
+
 layouts = st.builds(
     lambda page, groups, heads, size, dtype: BlockLayout.unpadded(
         page * groups, page, heads, size, dtype
@@ -124,7 +139,7 @@ def drawn(layout: BlockLayout, blocks: int, seed: int) -> torch.Tensor:
 def test_logits_are_those_of_the_keys_that_records_stand_for(
     layout: BlockLayout, bits: int, group: int, seed: int
 ) -> None:
-    coded = Coded(layout, drawn(layout, 3, seed), bits)
+    coded = Coded(NATIVE, layout, drawn(layout, 3, seed), bits)
     query = torch.randn(
         (group * layout.kv_heads, layout.head_size), generator=torch.Generator().manual_seed(seed)
     )
@@ -132,12 +147,7 @@ def test_logits_are_those_of_the_keys_that_records_stand_for(
     keys = coded.decoded()
     q = query.double().numpy()
     wanted = page_logits(q, keys, layout.page_tokens, scale)
-    heaviest = max(
-        float(oracle.Record.of(head, layout.block_tokens, layout.head_size, bits).weights.max())
-        for block in coded.records
-        for head in block
-    )
-    limit = table_error(q, heaviest, bits, scale) + 1e-4
+    limit = table_error(q, heaviest(coded), bits, scale) + 1e-4
     found = {}
     for isa in ISAS:
         with using(isa):
@@ -155,7 +165,7 @@ def test_records_are_the_oracles_whatever_the_instruction_set(
     made = {}
     for isa in ISAS:
         with using(isa):
-            made[isa] = Coded(layout, keys, bits).records
+            made[isa] = Coded(NATIVE, layout, keys, bits).records
         np.testing.assert_array_equal(made[isa], made[ISAS[0]])
     rows = keys.double().numpy() @ oracle.turned(layout.head_size).T
     for block, records in zip(rows, made[ISAS[0]], strict=True):
@@ -178,7 +188,7 @@ def test_the_error_of_a_logit(size: int, bits: int) -> None:
     layout = BlockLayout.unpadded(128, 1, 1, size, torch.float32)
     keys = torch.randn((8, 128, 1, size), generator=torch.Generator().manual_seed(size))
     query = torch.randn((16, size), generator=torch.Generator().manual_seed(bits))
-    coded = Coded(layout, keys, bits)
+    coded = Coded(NATIVE, layout, keys, bits)
     scale = size**-0.5
     # A page of one token: its logit.
     found = coded.logits(query, scale)
@@ -263,9 +273,9 @@ def test_the_order_of_a_pages_tokens_does_not_matter(
     paged = keys.reshape(2, layout.groups, layout.page_tokens, *keys.shape[2:])
     query = torch.randn((layout.kv_heads, layout.head_size), generator=random)
     scale = layout.head_size**-0.5
-    one = Coded(layout, keys, bits)
+    one = Coded(NATIVE, layout, keys, bits)
     # The same records, as a mean that is added up in another order may be rounded otherwise.
-    other = Coded(layout, paged[:, :, order].reshape(keys.shape), bits)
+    other = Coded(NATIVE, layout, paged[:, :, order].reshape(keys.shape), bits)
     if not np.array_equal(one.records[..., -4:], other.records[..., -4:]):
         return
     np.testing.assert_allclose(
@@ -281,7 +291,7 @@ def test_a_page_of_a_broken_key_is_chosen_first(isa: str, broken: float) -> None
     keys[1, 20, 1, 7] = broken
     query = torch.randn((4, 64), generator=torch.Generator().manual_seed(0))
     with using(isa):
-        coded = Coded(layout, keys, 2)
+        coded = Coded(NATIVE, layout, keys, 2)
         logits = coded.logits(query, 0.125)
         chosen = CodesSelector(Budget(tokens=16), 0, CpuScoringKernels(1), 2).select(
             query[None], coded.context(), 0.125
@@ -295,10 +305,10 @@ def test_a_page_of_a_broken_key_is_chosen_first(isa: str, broken: float) -> None
 def test_keys_of_zeros_and_of_one_value() -> None:
     layout = BlockLayout.unpadded(16, 16, 1, 64, torch.float16)
     query = torch.randn((1, 64), generator=torch.Generator().manual_seed(0))
-    zeros = Coded(layout, torch.zeros((1, 16, 1, 64), dtype=torch.float16), 2)
+    zeros = Coded(NATIVE, layout, torch.zeros((1, 16, 1, 64), dtype=torch.float16), 2)
     assert zeros.logits(query, 1.0).tolist() == [[0.0]]
     alike = torch.randn((1, 1, 1, 64), generator=torch.Generator().manual_seed(2)).half()
-    same = Coded(layout, alike.expand(1, 16, 1, 64).contiguous(), 2)
+    same = Coded(NATIVE, layout, alike.expand(1, 16, 1, 64).contiguous(), 2)
     wanted = float(query[0] @ alike.float().flatten())
     assert same.logits(query, 1.0)[0, 0] == pytest.approx(wanted, abs=0.1)
 
@@ -331,7 +341,7 @@ def test_two_bits_take_a_small_part_of_the_kv(size: int, tokens: int, least: flo
 
 def test_wrong_arguments_are_refused() -> None:
     layout = BlockLayout.unpadded(16, 16, 1, 64, torch.float16)
-    coded = Coded(layout, torch.zeros((1, 16, 1, 64), dtype=torch.float16), 2)
+    coded = Coded(NATIVE, layout, torch.zeros((1, 16, 1, 64), dtype=torch.float16), 2)
     with pytest.raises(ValueError, match="1, 2 or 4 bits"):
         CpuScoringKernels(1).code_logits(torch.zeros(1, 1, 64), coded.context(), 1.0, 3)
     with pytest.raises(ValueError, match="1, 2 or 4 bits"):

@@ -23,6 +23,7 @@ from vllm_ssdkv.kernels.operands.page_list import PageList
 from vllm_ssdkv.triton_kernels import (
     attend,
     choose,
+    codes,
     digest,
     finish,
     merge,
@@ -234,6 +235,35 @@ def test_scores(
     )
     check(pages, capability)
     check(channels, capability)
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize(
+    ("dtype", "bits", "head_size", "page_tokens"),
+    [
+        (torch.bfloat16, 2, 128, 16),
+        (torch.float16, 2, 64, 16),
+        (torch.float32, 4, 256, 16),
+        (torch.bfloat16, 1, 80, 64),
+    ],
+)
+def test_codes(
+    record: Callable[[ModuleType, str], Recorder],
+    capability: int,
+    dtype: torch.dtype,
+    bits: int,
+    head_size: int,
+    page_tokens: int,
+) -> None:
+    encode, logits = record(codes, "_encode_kernel"), record(codes, "_logits_kernel")
+    layout = BlockLayout.unpadded(128, page_tokens, 2, head_size, dtype)
+    places = torch.zeros(2, dtype=torch.int64)
+    codes.encode(places, layout, places, bits)
+    rows = torch.zeros(3, dtype=torch.int32)
+    query = torch.zeros(3, 14, head_size, dtype=dtype)
+    codes.code_logits(query, rows, rows, places, layout=layout, scale=0.1, max_pages=100, bits=bits)
+    check(encode, capability)
+    check(logits, capability)
 
 
 @pytest.mark.parametrize("capability", SHARED)

@@ -5,6 +5,7 @@ as would a copy that a GPU's host has to wait for.
 """
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from tests.triton_kernels.test_compile import Recorder, record
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState
 from vllm_ssdkv.kernels.operands.page_list import PageList
-from vllm_ssdkv.triton_kernels import attend, choose, finish, merge, score, tokens
+from vllm_ssdkv.triton_kernels import attend, choose, codes, finish, merge, score, tokens
 
 __all__ = ["record"]
 
@@ -37,6 +38,7 @@ def launches(
         name: record(module, name)
         for module, names in (
             (score, ("_pages_kernel", "_channels_kernel")),
+            (codes, ("_logits_kernel",)),
             (tokens, ("_sum_kernel", "_score_kernel", "_cover_kernel")),
             (choose, ("_weigh_kernel", "_choose_kernel")),
             (attend, ("_attend_kernel",)),
@@ -47,13 +49,16 @@ def launches(
     }
 
 
-@pytest.mark.parametrize("scorer", ["bounds", "spread", "channels"])
+@pytest.mark.parametrize("scorer", ["bounds", "spread", "codes", "channels"])
 @pytest.mark.parametrize("p", [1.0, 0.9])
 def test_nothing_is_read_back(launches: dict[str, Recorder], scorer: str, p: float) -> None:
     query = torch.empty((ROWS, HEADS, 128), dtype=torch.bfloat16, device=META)
     blocks = rows(torch.int64, 100)
     if scorer != "channels":
-        make = score.bound_logits if scorer == "bounds" else score.spread_logits
+        code_logits = partial(codes.code_logits, bits=2)
+        make = {"bounds": score.bound_logits, "spread": score.spread_logits, "codes": code_logits}[
+            scorer
+        ]
         logits = make(query, rows(), rows(), blocks, layout=LAYOUT, scale=0.1, max_pages=PAGES)
         lse = torch.empty((ROWS, HEADS), device=META)
         table, window, _ = choose.weigh(logits, lse, LAYOUT.kv_heads, LAYOUT.page_tokens)

@@ -23,6 +23,7 @@ from vllm_ssdkv.kernels.scoring import TritonScoringKernels
 from vllm_ssdkv.sparse.protocol import Budget
 from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
+from vllm_ssdkv.sparse.selectors.codes import CodesSelector
 from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
 from vllm_ssdkv.sparse.selectors.spread import SpreadSelector
 
@@ -67,6 +68,7 @@ def test_everything_selected_is_dense(
         SparfSelector(ALL, problem.layout.head_size, granularity, 0, TRITON),
         AdaptiveSelector(bounds, 1.0, Budget(tokens=0), ALL, 3, TRITON),
         SpreadSelector(ALL, 0, TRITON, estimate_rest=True),
+        CodesSelector(ALL, 0, TRITON, problems.CODE_BITS),
     ):
         assert_near(native.output(selector, problem), want, 1e-5)
 
