@@ -20,7 +20,7 @@ CODE_TILE = tl.constexpr(16)
 ROUNDING = tl.constexpr(1.5 * 2**23)
 """Adding it to a float32 rounds to a whole number, to the even one of two."""
 TILE_TOKENS = 256
-LEAST_DOT = 16
+LEAST_DOT = tl.constexpr(16)
 """Of every dimension of a product on tensor cores."""
 
 
@@ -28,7 +28,7 @@ LEAST_DOT = 16
 def rotation(head_size: int, device: torch.device) -> torch.Tensor:
     """The transpose of the matrix that keys and queries are rotated by, float32, zeros around it up
     to powers of two: a row of keys times it is rotated."""
-    size = padded(head_size, LEAST_DOT)
+    size = padded(head_size, LEAST_DOT.value)
     matrix = _kernels.rotation(head_size)
     held = torch.zeros((size, size), dtype=torch.float32)
     held[:head_size, :head_size] = torch.from_numpy(matrix).view(head_size, head_size).T
@@ -68,16 +68,23 @@ def _encode_kernel(
     TOKENS: tl.constexpr = GROUPS * PAGE_TOKENS
     MEAN: tl.constexpr = TILES * CODE_TILE * (LINES + 2)
     STEP: tl.constexpr = MEAN + (HEAD_SIZE + 3) // 4 * 4
-    turn = tl.load(rotation_ptr + channel[:, None] * BLOCK_D + channel[None, :])
-
-    # One after the other: the mean has the bits of the native kernels, but for its rotation.
-    total = tl.zeros([BLOCK_D], tl.float32)
-    for t in range(TOKENS):
-        row = source + t // PAGE_TOKENS * PAGE_STRIDE + t % PAGE_TOKENS * HEAD_SIZE
-        total += tl.load(row + channel, mask=in_head, other=0).to(tl.float32)
-    mean = tl.div_rn(total, TOKENS * 1.0)
-    mean = tl.where(mean - mean == 0, mean, 0.0)
-    mean = tl.sum(mean[:, None] * turn, 0)
+    # In every row of a tile.
+    means = tl.zeros([CODE_TILE, BLOCK_D], tl.float32)
+    for first in range(0, BLOCK_D, LEAST_DOT):
+        part = first + tl.arange(0, LEAST_DOT)
+        total = tl.zeros([LEAST_DOT], tl.float32)
+        for tile in range(TILES):
+            place = tile * CODE_TILE + token
+            key_at = source + place // PAGE_TOKENS * PAGE_STRIDE + place % PAGE_TOKENS * HEAD_SIZE
+            mask = (place < TOKENS)[:, None] & (part < HEAD_SIZE)[None, :]
+            key = tl.load(key_at[:, None] + part[None, :], mask=mask, other=0)
+            total += tl.sum(key.to(tl.float32), 0)
+        mean_of = tl.div_rn(total, TOKENS * 1.0)
+        mean_of = tl.where(mean_of - mean_of == 0, mean_of, 0.0)
+        rows = tl.broadcast_to(mean_of[None, :], [CODE_TILE, LEAST_DOT])
+        turn = tl.load(rotation_ptr + part[:, None] * BLOCK_D + channel[None, :])
+        means += tl.dot(rows, turn, input_precision="ieee")
+    mean = tl.max(means, 0)
     most = tl.max(tl.abs(mean), 0)
     step = tl.where(most < float("inf"), tl.div_rn(most, 127.0), 0.0)
     whole = (tl.div_rn(mean, tl.where(step > 0, step, 1.0)) + ROUNDING) - ROUNDING
@@ -94,13 +101,17 @@ def _encode_kernel(
     HALF: tl.constexpr = 2 ** (BITS - 1)
     line = tl.arange(0, BLOCK_D // SHARED)
     for tile in range(TILES):
-        t = tile * CODE_TILE + token
-        there = t < TOKENS
-        row = source + t // PAGE_TOKENS * PAGE_STRIDE + t % PAGE_TOKENS * HEAD_SIZE
-        key = tl.load(
-            row[:, None] + channel[None, :], mask=there[:, None] & in_head[None, :], other=0
-        )
-        y = tl.dot(key.to(tl.float32), turn, input_precision="ieee") - mean[None, :]
+        place = tile * CODE_TILE + token
+        there = place < TOKENS
+        key_at = source + place // PAGE_TOKENS * PAGE_STRIDE + place % PAGE_TOKENS * HEAD_SIZE
+        y = tl.zeros([CODE_TILE, BLOCK_D], tl.float32)
+        for first in range(0, BLOCK_D, LEAST_DOT):
+            part = first + tl.arange(0, LEAST_DOT)
+            mask = there[:, None] & (part < HEAD_SIZE)[None, :]
+            key = tl.load(key_at[:, None] + part[None, :], mask=mask, other=0)
+            turn = tl.load(rotation_ptr + part[:, None] * BLOCK_D + channel[None, :])
+            y += tl.dot(key.to(tl.float32), turn, input_precision="ieee")
+        y -= mean[None, :]
         square = tl.sum(y * y, 1)
         root = tl.sqrt_rn(tl.div_rn(square, HEAD_SIZE * 1.0))
         unit = tl.where(root > 0, tl.div_rn(1.0, tl.where(root > 0, root, 1.0)), 0.0)
@@ -123,7 +134,7 @@ def _encode_kernel(
         weight = tl.where(square == 0, 0.0, tl.div_rn(square, along))
         weight = tl.where(weight - weight == 0, weight, float("nan"))
         half = weight.to(tl.bfloat16).to(tl.uint16, bitcast=True)
-        at = record + TILES * CODE_TILE * LINES + 2 * t
+        at = record + TILES * CODE_TILE * LINES + 2 * place
         tl.store(at, (half & 0xFF).to(tl.uint8))
         tl.store(at + 1, (half >> 8).to(tl.uint8))
 
@@ -145,13 +156,14 @@ def encode(source: torch.Tensor, layout: BlockLayout, codes: torch.Tensor, bits:
             PAGE_TOKENS=layout.page_tokens,
             PAGE_STRIDE=layout.page_stride,
             HEAD_SIZE=layout.head_size,
-            BLOCK_D=padded(layout.head_size, LEAST_DOT),
+            BLOCK_D=padded(layout.head_size, LEAST_DOT.value),
             BITS=bits,
             TILES=tiles,
             LINES=lines,
             RECORD=record,
             KV=TL_DTYPES[layout.dtype],
             num_warps=4,
+            num_stages=1,
         )
 
 
@@ -190,57 +202,65 @@ def _logits_kernel(
     head = tl.program_id(1)
     begin = tl.load(row_begin_ptr + row)
     count = (tl.load(row_end_ptr + row) - begin) * GROUPS
-    # Tokens of pages, each of which has room for BLOCK_T.
-    place = tl.arange(0, PAGES * BLOCK_T)
-    page = tl.program_id(2) * PAGES + place // BLOCK_T
-    there = (page < count) & (place % BLOCK_T < PAGE_TOKENS)
-    token = page % GROUPS * PAGE_TOKENS + place % BLOCK_T
-    record = tl.load(records_ptr + begin + page // GROUPS, mask=there, other=0)
-    record = record.to(tl.pointer_type(tl.uint8)) + head * RECORD
-    weight_at = record + TILES * CODE_TILE * LINES + 2 * token
-    weight = tl.load(weight_at, mask=there, other=0).to(tl.uint32)
-    weight |= tl.load(weight_at + 1, mask=there, other=0).to(tl.uint32) << 8
-    weight = (weight << 16).to(tl.float32, bitcast=True)
     MEAN: tl.constexpr = TILES * CODE_TILE * (LINES + 2)
     STEP: tl.constexpr = MEAN + (HEAD_SIZE + 3) // 4 * 4
+    SHARED: tl.constexpr = 8 // BITS
+    # So many tokens of each page at a time.
+    place = tl.arange(0, PAGES * BLOCK_T)
+    page = tl.program_id(2) * PAGES + place // BLOCK_T
+    record = tl.load(records_ptr + begin + page // GROUPS, mask=page < count, other=0)
+    record = record.to(tl.pointer_type(tl.uint8)) + head * RECORD
     step = tl.zeros([PAGES * BLOCK_T], tl.uint32)
     for i in tl.static_range(4):
-        step |= tl.load(record + STEP + i, mask=there, other=0).to(tl.uint32) << (8 * i)
+        byte_of = tl.load(record + STEP + i, mask=page < count, other=0)
+        step |= byte_of.to(tl.uint32) << (8 * i)
     step = step.to(tl.float32, bitcast=True)
-    line = tl.arange(0, BLOCK_L)
-    held = (line < LINES)[:, None] & there[None, :]
-    at = record[None, :] + (token // CODE_TILE * (LINES * CODE_TILE) + token % CODE_TILE)[None, :]
-    byte = tl.load(at + line[:, None] * CODE_TILE, mask=held, other=0).to(tl.int32)
     g = tl.arange(0, BLOCK_G)
     query_head = (row * KV_HEADS + head).to(tl.int64) * GROUP + g
-    SHARED: tl.constexpr = 8 // BITS
-    logits = tl.zeros([BLOCK_G, PAGES * BLOCK_T], tl.float32)
-    for j in tl.static_range(SHARED):
-        channel = line * SHARED + j
-        in_head = channel < HEAD_SIZE
-        number = (byte >> (BITS * j)) & (2**BITS - 1)
-        mean = tl.load(
-            record[None, :] + MEAN + channel[:, None],
-            mask=in_head[:, None] & there[None, :],
-            other=0,
-        )
-        mean = mean.to(tl.int8, bitcast=True).to(tl.float32) * step[None, :]
-        key = weight[None, :] * tl.load(levels_ptr + number) + mean
-        q = tl.load(
-            q_ptr + query_head[:, None] * BLOCK_D + channel[None, :],
-            mask=(g < GROUP)[:, None] & in_head[None, :],
-            other=0.0,
-        )
-        logits += tl.dot(q, tl.where(in_head[:, None], key, 0.0))
-    logits = tl.where(there[None, :], logits, float("-inf"))
-    logits = tl.reshape(logits, [BLOCK_G, PAGES, BLOCK_T])
-    most = tl.max(logits, 2)
-    top = tl.where(most == float("-inf"), 0.0, most)
-    total = tl.sum(tl.exp(logits - top[:, :, None]), 2)
+    most = tl.full([BLOCK_G, PAGES], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G, PAGES], tl.float32)
+    for begin_token in range(0, PAGE_TOKENS, BLOCK_T):
+        inside = begin_token + place % BLOCK_T
+        there = (page < count) & (inside < PAGE_TOKENS)
+        token = page % GROUPS * PAGE_TOKENS + inside
+        weight_at = record + TILES * CODE_TILE * LINES + 2 * token
+        weight = tl.load(weight_at, mask=there, other=0).to(tl.uint32)
+        weight |= tl.load(weight_at + 1, mask=there, other=0).to(tl.uint32) << 8
+        weight = (weight << 16).to(tl.float32, bitcast=True)
+        codes_at = record + token // CODE_TILE * (LINES * CODE_TILE) + token % CODE_TILE
+        logits = tl.zeros([BLOCK_G, PAGES * BLOCK_T], tl.float32)
+        for first in range(0, BLOCK_L, LEAST_DOT):
+            line = first + tl.arange(0, LEAST_DOT)
+            held = (line < LINES)[:, None] & there[None, :]
+            byte = tl.load(codes_at[None, :] + line[:, None] * CODE_TILE, mask=held, other=0)
+            byte = byte.to(tl.int32)
+            for j in tl.static_range(SHARED):
+                channel = line * SHARED + j
+                in_head = channel < HEAD_SIZE
+                number = (byte >> (BITS * j)) & (2**BITS - 1)
+                mean = tl.load(
+                    record[None, :] + MEAN + channel[:, None],
+                    mask=in_head[:, None] & there[None, :],
+                    other=0,
+                )
+                mean = mean.to(tl.int8, bitcast=True).to(tl.float32) * step[None, :]
+                key = weight[None, :] * tl.load(levels_ptr + number) + mean
+                q = tl.load(
+                    q_ptr + query_head[:, None] * BLOCK_D + channel[None, :],
+                    mask=(g < GROUP)[:, None] & in_head[None, :],
+                    other=0.0,
+                )
+                logits += tl.dot(q, tl.where(in_head[:, None], key, 0.0))
+        logits = tl.where(there[None, :], logits, float("-inf"))
+        logits = tl.reshape(logits, [BLOCK_G, PAGES, BLOCK_T])
+        top = tl.maximum(most, tl.max(logits, 2))
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        total = total * tl.exp(most - shift) + tl.sum(tl.exp(logits - shift[:, :, None]), 2)
+        most = top
     page = tl.program_id(2) * PAGES + tl.arange(0, PAGES)
     tl.store(
         logits_ptr + query_head[:, None] * columns + page[None, :],
-        top + tl.log(tl.div_rn(total, PAGE_TOKENS * 1.0)),
+        most + tl.log(tl.div_rn(total, PAGE_TOKENS * 1.0)),
         mask=(g < GROUP)[:, None] & (page < columns)[None, :],
     )
 
@@ -272,8 +292,8 @@ def code_logits(
     rotated = torch.zeros((rows, heads, len(turn)), dtype=torch.float32, device=query.device)
     torch.matmul(query.float() * scale, turn[:size], out=rotated)
     tiles, lines, record = _shape(layout, bits)
-    room = padded(layout.page_tokens)
-    pages = max(1, TILE_TOKENS // room)
+    room = min(padded(layout.page_tokens), TILE_TOKENS)
+    pages = TILE_TOKENS // room
     with on_device_of(query):
         _logits_kernel[(rows, layout.kv_heads, math.ceil(max_pages / pages))](
             rotated,
@@ -293,10 +313,11 @@ def code_logits(
             LINES=lines,
             RECORD=record,
             BLOCK_D=len(turn),
-            BLOCK_G=padded(heads // layout.kv_heads, LEAST_DOT),
-            BLOCK_L=padded(lines, LEAST_DOT),
+            BLOCK_G=padded(heads // layout.kv_heads, LEAST_DOT.value),
+            BLOCK_L=padded(lines, LEAST_DOT.value),
             BLOCK_T=room,
             PAGES=pages,
             num_warps=8,
+            num_stages=1,
         )
     return logits

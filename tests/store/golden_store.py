@@ -1,6 +1,6 @@
 """Writes the golden stores: tiny ones, plain, encrypted, with two copies of each block, with
-channel pages, with int8 ones, with heads that go round the lanes and with records of mean and
-variance, the same bytes on every machine.
+channel pages, with int8 ones, with heads that go round the lanes, with records of mean and
+variance, and with codes, the same bytes on every machine.
 
 Run it with the folder to write into, only after raising a version in ``docs/format.md``:
 
@@ -249,6 +249,11 @@ STORES = {
     ),
     "spread": Golden(
         SlotGeometry("paged", 2, 1, 3, 1000, summary_pages=1, record="spread_with_values"),
+        segments(1),
+    ),
+    # Heads of 16 channels.
+    "codes": Golden(
+        SlotGeometry("paged", 2, 1, 3, 1024, summary_pages=1, scaled_from=2, record="codes_2"),
         segments(1),
     ),
 }

@@ -66,7 +66,7 @@ def channels() -> dict[str, bytes]:
     return committed("channels")
 
 
-STORES = ("plain", "encrypted", "twice", "channels", "int8", "heads", "spread")
+STORES = ("plain", "encrypted", "twice", "channels", "int8", "heads", "spread", "codes")
 
 
 @pytest.mark.parametrize("name", STORES)
@@ -255,6 +255,14 @@ def test_records_of_mean_and_variance_as_documented() -> None:
     fields("Superblock", files["device0.data"][:4096], {"version": 5, "record": 2})
     manifest = json.loads(files["store.json"])
     assert (manifest["version"], manifest["record"]) == (6, "spread_with_values")
+
+
+def test_codes_as_documented() -> None:
+    files = committed("codes")
+    constants: dict[str, Value] = {"version": 6, "record": 4, "scaled_from": 2}
+    fields("Superblock", files["device0.data"][:4096], constants)
+    manifest = json.loads(files["store.json"])
+    assert (manifest["version"], manifest["record"]) == (6, "codes_2")
 
 
 def units_by_heads(manifest: Mapping[str, int]) -> list[tuple[int, int]]:

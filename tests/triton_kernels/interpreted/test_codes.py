@@ -33,6 +33,16 @@ def test_logits_are_the_native_kernels(
     np.testing.assert_allclose(got[0].numpy(), coded.logits(query, scale), rtol=0, atol=limit)
 
 
+def test_pages_longer_than_a_tile() -> None:
+    layout = BlockLayout.unpadded(600, 300, 1, 32, torch.float32)
+    coded = Coded(CpuPageKernels(1), layout, drawn(layout, 2, 3), 2)
+    query = torch.randn((2, 32), generator=torch.Generator().manual_seed(1))
+    got, _ = TRITON.code_logits(query[None], coded.context(), 0.2, 2)
+    limit = table_error(query.double().numpy(), heaviest(coded), 2, 0.2) + 1e-4
+    assert isinstance(got, torch.Tensor)
+    np.testing.assert_allclose(got[0].numpy(), coded.logits(query, 0.2), rtol=0, atol=limit)
+
+
 @given(layout=layouts, bits=st.sampled_from(BITS), seed=st.integers(0, 99))
 @settings(max_examples=10, deadline=None)
 def test_records_are_the_native_kernels(layout: BlockLayout, bits: int, seed: int) -> None:
