@@ -237,12 +237,16 @@ from multiprocessing import get_context
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, multiprocess
 from vllm_ssdkv.connector.metrics.stats import SSDKVPromMetrics, SSDKVStats
 class Config: kv_transfer_config = None
-def serve(pipe):
+def serve(pipe, other_end):
+    other_end.close()  # so that this one ends when the first process does
     prom = SSDKVPromMetrics(
         Config(), {Gauge: Gauge, Counter: Counter, Histogram: Histogram}, ["model_name", "engine"],
         {0: ["tiny", "0"]})
     while True:
-        gauges = {"rank0": {"slots_free": pipe.recv()}}
+        try:
+            gauges = {"rank0": {"slots_free": pipe.recv()}}
+        except EOFError:
+            return
         prom.observe(SSDKVStats.of({"slots_stored": 2}, gauges).to_dict())
         registry = CollectorRegistry()
         multiprocess.MultiProcessCollector(registry)
@@ -252,7 +256,7 @@ def serve(pipe):
 fork, servers = get_context("fork"), []
 for _ in range(2):
     ours, theirs = fork.Pipe()
-    fork.Process(target=serve, args=(theirs,), daemon=True).start()
+    fork.Process(target=serve, args=(theirs, ours), daemon=True).start()
     servers.append(ours)
 for line in sys.stdin:
     server, free = map(int, line.split())
