@@ -703,7 +703,7 @@ def test_sparf_by_page_reads_the_budget_and_adds_the_mean(
     selector: Selector = sparf(budget, 8, "page")
     if adaptive:
         scorer = sparf(budget, 8, "token")  # which scores pages all the same
-        selector = AdaptiveSelector(scorer, 1.0, budget, budget, 0, CpuScoringKernels())
+        selector = AdaptiveSelector(scorer, 1.0, 1.0, budget, 0, CpuScoringKernels())
     chosen = choose(rows)
     outs = []
     for turn in range(2):  # from devices, from the page cache
@@ -711,6 +711,8 @@ def test_sparf_by_page_reads_the_budget_and_adds_the_mean(
         outs.append(out)
         assert 0 < decode.counts.selected <= 0.5 * decode.counts.context
         assert decode.counts.tokens == PAGE * decode.counts.selected
+        # All of the mass is never reached.
+        assert decode.counts.short == (decode.counts.lists if adaptive else 0)
         assert (chosen.fetched.ssd > 0, chosen.fetched.cache > 0) == (True, turn > 0)
     assert torch.equal(outs[0], outs[1])
     chosen.close()
@@ -746,7 +748,7 @@ def test_rows_with_different_selectors_get_what_each_gets_alone(
         AdaptiveSelector(
             SparfSelector(budget, 4, "page", PAGE, kernels, estimate_rest=True),
             0.9,
-            Budget(share=0.1),
+            0.1,
             budget,
             PAGE,
             kernels,

@@ -46,7 +46,7 @@ SELECTORS: dict[str, Callable[[Budget], Selector]] = {
     "sparf by page": lambda budget: sparf(budget, 8, "page"),
     "sparf by token": lambda budget: sparf(budget, 8, "token"),
     "adaptive": lambda budget: AdaptiveSelector(
-        sparf(budget, 8, "page"), 0.8, Budget(tokens=0), budget, 0, KERNELS
+        sparf(budget, 8, "page"), 0.8, 0.0, budget, 0, KERNELS
     ),
 }
 

@@ -18,7 +18,7 @@ from vllm_ssdkv.attention.compensate import compensate
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels
 from vllm_ssdkv.profiling.dense_oracle import dense_attention, merge
-from vllm_ssdkv.sparse.protocol import Budget, Selection, Selector, page_budget
+from vllm_ssdkv.sparse.protocol import Budget, Selection, Selector
 from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
 from vllm_ssdkv.sparse.selectors.codes import CodesSelector
@@ -45,13 +45,13 @@ PAGED: dict[str, Make] = {
     "codes": lambda budget, sinks: CodesSelector(budget, sinks, KERNELS, CODE_BITS),
     "sparf": lambda budget, sinks: SparfSelector(budget, 5, "page", sinks, KERNELS),
     "adaptive bounds": lambda budget, sinks: AdaptiveSelector(
-        BoundsSelector(budget, sinks, KERNELS), 0.7, Budget(tokens=0), budget, sinks, KERNELS
+        BoundsSelector(budget, sinks, KERNELS), 0.7, 0.0, budget, sinks, KERNELS
     ),
     "adaptive spread": lambda budget, sinks: AdaptiveSelector(
-        SpreadSelector(budget, sinks, KERNELS), 0.7, Budget(tokens=0), budget, sinks, KERNELS
+        SpreadSelector(budget, sinks, KERNELS), 0.7, 0.0, budget, sinks, KERNELS
     ),
     "adaptive codes": lambda budget, sinks: AdaptiveSelector(
-        CodesSelector(budget, sinks, KERNELS, CODE_BITS), 0.7, budget, budget, sinks, KERNELS
+        CodesSelector(budget, sinks, KERNELS, CODE_BITS), 0.7, 1.0, budget, sinks, KERNELS
     ),
     "swarm bounds": lambda budget, sinks: SwarmSelector(
         BoundsSelector(budget, sinks, KERNELS), budget, sinks, KERNELS
@@ -60,7 +60,7 @@ PAGED: dict[str, Make] = {
         SparfSelector(budget, 5, "page", sinks, KERNELS), budget, sinks, KERNELS
     ),
     "adaptive sparf": lambda budget, sinks: AdaptiveSelector(
-        SparfSelector(budget, 5, "page", sinks, KERNELS), 0.7, budget, budget, sinks, KERNELS
+        SparfSelector(budget, 5, "page", sinks, KERNELS), 0.7, 1.0, budget, sinks, KERNELS
     ),
 }
 """Selectors that choose pages, by budget and sink tokens."""
@@ -118,8 +118,8 @@ def test_everything_selected_is_dense(
         CodesSelector(ALL, 0, KERNELS, CODE_BITS),
         sparf,
         WindowSelector(ALL, 5),
-        AdaptiveSelector(bounds, 1.0, Budget(tokens=0), ALL, 3, KERNELS),
-        AdaptiveSelector(sparf, 1.0, Budget(tokens=0), ALL, 0, KERNELS),
+        AdaptiveSelector(bounds, 1.0, 0.0, ALL, 3, KERNELS),
+        AdaptiveSelector(sparf, 1.0, 0.0, ALL, 0, KERNELS),
     ):
         selection = select(selector, problem)
         assert selection.mass.min() == pytest.approx(1, abs=1e-5)
@@ -358,17 +358,18 @@ def test_selection_does_not_depend_on_place_threads_or_batch(
     np.testing.assert_array_equal(single.mass[0], selection.mass[-1])
 
 
-@given(problem=contexts(), p=st.floats(0.05, 0.99), floor=st.integers(0, 200))
+@given(problem=contexts(), p=st.floats(0.05, 0.99), floor=st.floats(0, 0.7))
 @settings(max_examples=20, deadline=None)
-def test_adaptive_stops_as_soon_as_it_has_enough(problem: Contexts, p: float, floor: int) -> None:
-    selector = AdaptiveSelector(
-        BoundsSelector(ALL, 0, KERNELS), p, Budget(tokens=floor), ALL, 0, KERNELS
-    )
+def test_adaptive_stops_as_soon_as_it_has_enough(problem: Contexts, p: float, floor: float) -> None:
+    """Its floor is a share of the context, whatever the window holds."""
+    selector = AdaptiveSelector(BoundsSelector(ALL, 0, KERNELS), p, floor, ALL, 0, KERNELS)
     scores = selector.scorer.score(
         problem.query, problem.summaries, problem.scale, problem.window_lse()
     )
     selection = select(selector, problem)
-    least = page_budget(Budget(tokens=floor), problem.summaries)
+    tokens = np.floor(problem.summaries.context_tokens * floor)
+    least = tokens // problem.layout.page_tokens
+    assert selection.wanted == p
     heads = problem.layout.kv_heads
     for i in range(len(problem.rows) * heads):
         row, head = divmod(i, heads)
@@ -442,7 +443,7 @@ def test_wrong_options_are_refused() -> None:
         SparfSelector(ALL, 0, "page", 0, KERNELS)
     for p in (0.0, 1.5):
         with pytest.raises(ValueError, match="p must be"):
-            AdaptiveSelector(BoundsSelector(ALL, 0, KERNELS), p, ALL, ALL, 0, KERNELS)
+            AdaptiveSelector(BoundsSelector(ALL, 0, KERNELS), p, 1.0, ALL, 0, KERNELS)
     with pytest.raises(ValueError, match="belong together"):
         compensate(
             Contexts(BlockLayout.unpadded(8, 4, 2, 16, torch.float32), 2, [Row(0, 1)]).state(),

@@ -60,6 +60,7 @@ class ChoiceCounts:
         context: Pages that there were to choose from.
         missing: Sum over the lists of the softmax mass that, by the selector's estimate, neither
             window nor chosen pages cover.
+        short: Lists that the budget ended before they had the mass that was wanted.
     """
 
     lists: int = 0
@@ -70,6 +71,7 @@ class ChoiceCounts:
     scale_bytes: int = 0
     context: int = 0
     missing: float = 0.0
+    short: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +294,8 @@ class SparseDecode:
                     else:
                         chosen = selector.select(by, summaries, scale, window)
                     self._count_channels(selector.needs, summaries)
+                    if chosen.wanted:
+                        self.counts.short += int(np.count_nonzero(chosen.mass < chosen.wanted))
                     parts.append((place, chosen))
             self._parts = parts if len(those) == len(alive) else []
             return concat(parts, self._layout.kv_heads, self._layout.page_tokens)

@@ -62,6 +62,12 @@ SPARSE_METRICS: Final[tuple[Metric, ...]] = (
         "Share of attention that by the selector's estimate was not attended to, added up over "
         "sparse_selections.",
     ),
+    counter(
+        "sparse_selections_short",
+        "lists",
+        "Of sparse_selections, those of `adaptive` that the budget ended before they had the mass "
+        "that `sparse.mass` asks for.",
+    ),
     gauge(
         "sparse_clusters",
         "clusters",

@@ -156,8 +156,8 @@ class SparseConfig(ScoringConfig):
         Field(
             gt=0,
             le=1,
-            description="Share of a request's tokens that `adaptive` attends to at least; at most "
-            "`budget`.",
+            description="Share of the context, which the window is not a part of, that `adaptive` "
+            "chooses at least, as far as `budget` allows.",
         ),
         Reason("A 32nd: where one page seems to be enough, the estimate may be wrong."),
     ] = 0.03125

@@ -178,6 +178,7 @@ class Selection:
         alpha: If set, attention's output is not final: it becomes ``alpha * out + (1 - alpha) *
             mean_value`` with the mean V of all the row's tokens. float32 [R, q_heads]; rows of
             NaN are final.
+        wanted: Mass that was to be covered, within the budget; 0: the budget alone decided.
         ranked: Of pages that were chosen by scores of pages, what tells which come next.
     """
 
@@ -186,6 +187,7 @@ class Selection:
     mass: NDArray[np.float32]
     token_mask: NDArray[np.uint8] | None = None
     alpha: NDArray[np.float32] | None = None
+    wanted: float = 0.0
     ranked: Ranked | None = None
 
     @classmethod

@@ -70,7 +70,7 @@ def test_options_reach_the_selector() -> None:
     assert isinstance(adaptive, AdaptiveSelector)
     assert (adaptive.budget, adaptive.floor, adaptive.p) == (
         Budget(share=0.5),
-        Budget(share=0.1),
+        0.1,
         0.7,
     )
     assert isinstance(adaptive.scorer, BoundsSelector)

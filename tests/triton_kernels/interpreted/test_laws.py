@@ -66,7 +66,7 @@ def test_everything_selected_is_dense(
     want = native.dense(problem)
     for selector in (
         SparfSelector(ALL, problem.layout.head_size, granularity, 0, TRITON),
-        AdaptiveSelector(bounds, 1.0, Budget(tokens=0), ALL, 3, TRITON),
+        AdaptiveSelector(bounds, 1.0, 0.0, ALL, 3, TRITON),
         SpreadSelector(ALL, 0, TRITON, estimate_rest=True),
         CodesSelector(ALL, 0, TRITON, problems.CODE_BITS),
     ):

@@ -304,6 +304,7 @@ class PagedStep:
             counts.selected,
             counts.context,
             counts.missing,
+            counts.short,
             hot,
             frame,
             cache,

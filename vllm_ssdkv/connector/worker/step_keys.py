@@ -27,6 +27,7 @@ CHOICE_KEYS: Final[tuple[str, ...]] = (
     counter_key("sparse_pages_selected"),
     counter_key("sparse_pages_in_context"),
     counter_key("sparse_missing_mass"),
+    counter_key("sparse_selections_short"),
     *(counter_key("sparse_pages_fetched", tier=tier) for tier in _TIERS),
     counter_key("sparse_pages_read_ahead"),
     counter_key("sparse_read_ahead_hits"),

@@ -2,11 +2,15 @@
 
 A head that looks at one place needs a page, one that averages over the text needs many; a fixed
 budget gives both the same. The mass is the scorer's estimate, so ``p`` is a dial, not a bound of
-the error. ``1 - mass`` is the estimated missing mass, for the engine to export.
+the error; by codes it is without bias. ``1 - mass`` is the estimated missing mass, for the engine
+to export.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import torch
 
 from vllm_ssdkv.sparse.protocol import Budget, ContextSummaries, Selection, page_budget
@@ -23,18 +27,20 @@ class AdaptiveSelector:
         self,
         scorer: Scorer,
         p: float,
-        floor: Budget,
+        floor: float,
         cap: Budget,
         sink_tokens: int,
         kernels: ScoringKernels,
     ) -> None:
-        """Choose between ``floor`` and ``cap``, sinks and window counted in both.
+        """Choose between ``floor`` and ``cap``, sinks counted in both, the window in ``cap``.
 
         Args:
             scorer: Scores pages, by ``kernels``.
             p: Mass to cover, above 0. 1 is never reached: then ``cap`` decides, and with a cap of
                 everything the output is exact.
-            floor, cap: Least and most to choose. A floor above the cap counts as the cap.
+            floor: Share of the context's tokens to choose at least. Above the cap it counts as the
+                cap.
+            cap: The most to choose.
             sink_tokens: First tokens of the context, always chosen, rounded up to pages.
             kernels: Of selection.
 
@@ -58,7 +64,7 @@ class AdaptiveSelector:
         return cls(
             parts.scorer(),
             options.mass,
-            Budget(share=options.floor),
+            options.floor,
             parts.budget,
             options.sink_tokens,
             parts.kernels(),
@@ -74,7 +80,8 @@ class AdaptiveSelector:
         """Sinks, then pages by score; ``mass`` says how far they got."""
         scores = self.scorer.score(query, context, scale, window_lse)
         most = page_budget(self.budget, context)
-        least = page_budget(self.floor, context)
+        tokens = np.floor(context.context_tokens * self.floor)
+        least = (tokens // context.layout.page_tokens).astype(np.int32)
         sinks = -(-self.sink_tokens // context.layout.page_tokens)
-        chosen = self.kernels.choose(scores, least, most, sinks, self.p)
-        return self.scorer.complete(chosen, scores, context)
+        chosen = self.kernels.choose(scores, np.minimum(least, most), most, sinks, self.p)
+        return replace(self.scorer.complete(chosen, scores, context), wanted=self.p)
