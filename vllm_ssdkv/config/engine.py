@@ -53,14 +53,22 @@ from vllm_ssdkv.config.problems import checked_options
 from vllm_ssdkv.config.schema import (
     PATH_TEXT,
     Allowed,
+    Condition,
     OptionModel,
     PathText,
+    PerRequest,
     Reason,
     checked_name,
     names_text,
     or_text,
 )
-from vllm_ssdkv.config.selectors import EXACT, SELECTORS, SelectorName, takes_scorer
+from vllm_ssdkv.config.selectors import (
+    EXACT,
+    SELECTORS,
+    SelectorName,
+    registered_name,
+    takes_scorer,
+)
 from vllm_ssdkv.config.sparse import LEAST_CHOOSING, ScorerName, SparseConfig
 from vllm_ssdkv.config.tiers import TIERS
 
@@ -95,6 +103,21 @@ WINDOW: Final = 1024
 SPARSE_WINDOW: Final = 256
 """The same with a selector that chooses."""
 
+
+_PAGE: Final = Condition(lambda config, _: config.mode == "page", 'mode is "page"')
+_CHOOSES: Final = Condition(
+    lambda config, _: config.selector != "exact",
+    'mode is "page" and selector "bounds", "spread", "sparf", "adaptive", "swarm" or "window"',
+)
+_MAY_COMPUTE: Final = Condition(
+    lambda config, _: config.mode == "reuse" or config.load == "always",
+    'mode is "reuse": page mode always loads',
+)
+_SEVERAL: Final = Condition(lambda config, _: len(config.devices) > 1, "devices has another entry")
+_RAW: Final = Condition(
+    lambda config, _: not config.trim or any(is_block_device(d.path) for d in config.devices),
+    "devices has a raw block device: data files are never trimmed",
+)
 
 # In the annotations below Field(...) comes before a validator: pydantic then applies its bounds to
 # the number inside `int | None` instead of to what the validator returned, which may be None.
@@ -156,6 +179,7 @@ class DeviceConfig(OptionModel):
             "null everywhere: several devices are measured when they are first used (64 MiB or "
             "0.3 s each), and the store remembers the result, so that restarts change nothing."
         ),
+        _SEVERAL,
     ] = None
     tbw: Annotated[
         int | None,
@@ -291,6 +315,7 @@ class SSDKVConfig(OptionModel):
             "the window counts in the budget, and with an eighth and a window of 1024 no request "
             "of less than 16384 tokens would choose; what matters behind the window is chosen."
         ),
+        _PAGE,
     ] = None
     page_tokens: Annotated[
         int,
@@ -298,6 +323,7 @@ class SSDKVConfig(OptionModel):
         Field(le=4096, description="Tokens of one KV head and layer that are read together."),
         AfterValidator(_page_tokens),
         Reason("At head size 128 in 16 bit a page is 4 KiB of K and 4 KiB of V: two sectors."),
+        _PAGE,
     ] = 16
     selector: Annotated[
         SelectorName,
@@ -317,6 +343,12 @@ class SSDKVConfig(OptionModel):
             "the others cannot be used in place of another."
         ),
         Reason("exact: lossless."),
+        PerRequest(
+            (
+                Allowed(names_text(SELECTORS, EXACT, guests=False)),
+                AfterValidator(registered_name),
+            )
+        ),
     ] = "exact"
     sparse: Annotated[
         SparseConfig,
@@ -345,6 +377,7 @@ class SSDKVConfig(OptionModel):
             "auto: a hit is not slower than no hit, however slow the drives. `always` is for "
             "those who would rather wait for a drive than spend the GPU's time."
         ),
+        _MAY_COMPUTE,
     ] = "auto"
     verify_hits: Annotated[
         int,
@@ -400,6 +433,7 @@ class SSDKVConfig(OptionModel):
             "false: slots are written again soon, which frees the old bytes just as well, and "
             "drives may answer late while they trim. Worth it where caches are reset often."
         ),
+        _RAW,
     ] = False
     encryption: Annotated[
         EncryptionConfig | None,

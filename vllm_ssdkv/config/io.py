@@ -20,6 +20,7 @@ from vllm_ssdkv.config.io_engine import (
 from vllm_ssdkv.config.schema import (
     PATH_TEXT,
     Allowed,
+    Condition,
     OptionModel,
     PathText,
     Reason,
@@ -29,6 +30,18 @@ from vllm_ssdkv.config.schema import (
 
 MIN_STAGING: Final = 4 * MIB
 MIN_SCRUB_RATE: Final = 1 * MIB
+
+
+_STAGES: Final = Condition(
+    lambda config, _: config.stages, 'mode is "page", or encryption is given a key'
+)
+_LASTS: Final = Condition(
+    lambda _, fault: fault.kind in {"latency", "stall"}, 'kind is "latency" or "stall"'
+)
+_RANDOM: Final = Condition(
+    lambda _, fault: fault.probability < 1 or fault.kind == "corrupt",
+    'probability is below 1, or kind "corrupt"',
+)
 
 
 class FaultConfig(OptionModel):
@@ -74,11 +87,13 @@ class FaultConfig(OptionModel):
             ge=0, le=86400, description="Duration of `latency` and `stall`; 0 is no end (stall)."
         ),
         Reason("The other kinds take no time."),
+        _LASTS,
     ] = 0.0
     seed: Annotated[
         int,
         Field(ge=0, description="Seed of the random numbers behind `probability` and `corrupt`."),
         Reason("The same faults in every run."),
+        _RANDOM,
     ] = 0
 
     @model_validator(mode="after")
@@ -197,6 +212,7 @@ class IoConfig(OptionModel):
             "A quarter of it is under way from several devices while the next one is attended to. "
             "What is written waits in frames: a larger write buffer is a larger dram_gib."
         ),
+        _STAGES,
     ] = None
     direct: Annotated[
         Literal["auto", "on", "off"],

@@ -7,16 +7,17 @@ of the OpenAI API, and ``SamplingParams(extra_args={"kv_transfer_params": ...})`
 from __future__ import annotations
 
 import json
-from typing import Annotated, Final
+from collections.abc import Iterator
+from typing import Annotated, Any, Final, NamedTuple, Optional
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, create_model
+from pydantic.fields import FieldInfo
 
 from vllm_ssdkv.base.errors import ConfigError
-from vllm_ssdkv.base.registry import is_place
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.problems import problems
-from vllm_ssdkv.config.schema import Allowed, OptionModel, names_text
-from vllm_ssdkv.config.selectors import EXACT, SELECTORS, SelectorName
+from vllm_ssdkv.config.schema import Condition, OptionModel, PerRequest, Reason, model_of
+from vllm_ssdkv.config.selectors import SELECTORS, SelectorName
 
 NAME: Final = "ssdkv"
 """Name of the object in ``kv_transfer_params``."""
@@ -25,30 +26,46 @@ _MAX_VALUES: Final = 64
 """Bounds of the depth and the size of a client's object. More of it is never looked at."""
 
 
-def _registered(value: str | None) -> str | None:
-    """A name that is registered: a client brings no code."""
-    if value is not None and is_place(value):
-        raise ValueError("a class of your own is named in the engine's configuration only")
-    if value not in {None, EXACT, *SELECTORS.names()}:
-        raise ValueError("")
-    return value
+class _Override(NamedTuple):
+    """An option that requests may choose."""
+
+    group: str
+    mark: PerRequest
 
 
-class RequestOptions(OptionModel):
+def _overrides(
+    model: type[BaseModel], group: str = ""
+) -> Iterator[tuple[str, _Override, FieldInfo]]:
+    """Find the options that are declared so, with their names."""
+    for name, field in model.model_fields.items():
+        for mark in field.metadata:
+            if isinstance(mark, PerRequest):
+                yield name, _Override(group, mark), field
+        inner = model_of(field.annotation)
+        if inner is not None and not group:
+            yield from _overrides(inner, name)
+
+
+def _asked(override: _Override, name: str, field: FieldInfo) -> Any:  # noqa: ANN401 - a declaration
+    """Declare an option of requests like that of the engine, with None for "as the engine"."""
+    path = f"{override.group}.{name}".lstrip(".")
+    said = Field(description=f"As the option `{path}`.")
+    marks = override.mark.instead or tuple(field.metadata)
+    kept = [mark for mark in marks if not isinstance(mark, Condition | PerRequest | Reason)]
+    return Annotated[(Optional[field.annotation], *kept, said)], None  # noqa: UP045 - a value
+
+
+_DECLARED: Final = tuple(_overrides(SSDKVConfig))
+_OVERRIDES: Final = {name: override for name, override, _ in _DECLARED}
+_Options: Any = create_model(
+    "_Options",
+    __base__=OptionModel,
+    **{name: _asked(override, name, field) for name, override, field in _DECLARED},
+)
+
+
+class RequestOptions(_Options):  # type: ignore[misc]  # its fields are those of the engine's options
     """A request's own selector and budget; what is None is as the engine has it."""
-
-    selector: Annotated[
-        SelectorName | None,
-        Allowed(names_text(SELECTORS, EXACT, guests=False)),
-        AfterValidator(_registered),
-        Field(description="As the option `selector`."),
-    ] = None
-    budget: Annotated[
-        float | None, Field(gt=0, le=1, description="As the option `sparse.budget`.")
-    ] = None
-    budget_tokens: Annotated[
-        int | None, Field(ge=1, description="As the option `sparse.budget_tokens`.")
-    ] = None
 
     @classmethod
     def of(cls, given: object, config: SSDKVConfig) -> RequestOptions:
@@ -62,7 +79,7 @@ class RequestOptions(OptionModel):
         _check_extent(given)
         try:
             raw = json.dumps(given)
-            asked = cls.model_validate_json(raw)
+            asked: RequestOptions = cls.model_validate_json(raw)
         except (TypeError, ValueError) as error:
             lines = [f"not a JSON object: {error}"]
             if isinstance(error, ValidationError):
@@ -95,14 +112,16 @@ class RequestOptions(OptionModel):
 
     def applied(self, config: SSDKVConfig) -> SSDKVConfig:
         """The engine's options as this request sees them."""
-        changed: dict[str, object] = {"scorer": config.scorer}
-        if self.budget is not None:
-            changed |= {"budget": self.budget, "budget_tokens": None}
-        if self.budget_tokens is not None:
-            changed["budget_tokens"] = self.budget_tokens
-        sparse = config.sparse.model_copy(update=changed)
-        selector = self.selector or config.selector
-        return config.model_copy(update={"selector": selector, "sparse": sparse})
+        changed: dict[str, dict[str, object]] = {"": {}, "sparse": {"scorer": config.scorer}}
+        for name, (group, mark) in _OVERRIDES.items():
+            value = getattr(self, name)
+            if value is not None:
+                changed.setdefault(group, {})[name] = value
+                if mark.clears:
+                    changed[group].setdefault(mark.clears, None)
+        own = changed.pop("")
+        groups = {n: getattr(config, n).model_copy(update=new) for n, new in changed.items()}
+        return config.model_copy(update={**own, **groups})
 
 
 def _check_extent(given: object) -> None:

@@ -1,7 +1,9 @@
 """Declaration of options, and the option tree as data.
 
 Fields of an :class:`OptionModel` carry a description, a :class:`Reason` for the default and, where
-the type does not say it all, :class:`Allowed`. The error lines (``problems.py``) and the
+the type does not say it all, :class:`Allowed`; a :class:`Condition` where an option has no effect
+under others, and :class:`PerRequest` where requests may choose it. The error lines
+(``problems.py``), the warnings (``effects.py``), a request's options (``request.py``) and the
 generated option table (``cli/docs/docs.py``) read these declarations.
 """
 
@@ -10,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
@@ -33,10 +35,36 @@ _TYPE_TEXT: Final[dict[type, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Condition:
+    """Condition for an option to have an effect; of several, all must hold.
+
+    Attributes:
+        holds: Called with all options, and with the group or list entry that has this one.
+        text: Reads well after "has no effect unless ".
+    """
+
+    holds: Callable[[Any, Any], bool]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Reason:
     """Reason for the default of an option."""
 
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class PerRequest:
+    """A request may choose this option for itself.
+
+    Attributes:
+        instead: Metadata of the request's option in place of the engine's; empty: the same.
+        clears: Another option of the group, which this one takes the place of.
+    """
+
+    instead: tuple[object, ...] = ()
+    clears: str = ""
 
 
 def or_text(schema: JsonSchemaValue) -> JsonSchemaValue:
@@ -128,6 +156,12 @@ class Option:
     default: str | None
     description: str
     reason: str
+    conditions: tuple[Condition, ...] = ()
+
+
+def conditions_of(field: FieldInfo) -> tuple[Condition, ...]:
+    """Conditions that an option is declared with."""
+    return tuple(entry for entry in field.metadata if isinstance(entry, Condition))
 
 
 def _metadata(field: FieldInfo, kind: type) -> list[object]:
@@ -227,6 +261,7 @@ def walk(model: type[BaseModel], prefix: str = "") -> Iterator[Option]:
                 default=_default_text(field),
                 description=field.description or "",
                 reason=reasons[0].text if reasons and isinstance(reasons[0], Reason) else "",
+                conditions=conditions_of(field),
             )
         if inner is not None:
             yield from walk(inner, f"{path}[]." if is_list else f"{path}.")

@@ -7,7 +7,8 @@ from typing import Annotated, Final, Literal
 from pydantic import BeforeValidator, Field
 
 from vllm_ssdkv.base.sizes import MIB, SIZE_TEXT, parse_size, size_or_none
-from vllm_ssdkv.config.schema import Allowed, OptionModel, Reason
+from vllm_ssdkv.config.schema import Allowed, Condition, OptionModel, PerRequest, Reason
+from vllm_ssdkv.config.selectors import takes_scorer
 
 MIN_PART: Final = MIB
 
@@ -19,6 +20,43 @@ a machine happens to be."""
 
 ScorerName = Literal["bounds", "spread", "codes", "sparf"]
 """Selectors that score pages."""
+
+
+# Where an engine chooses, a request may ask for the selector that has a use for an option.
+_CHOOSES: Final = Condition(
+    lambda config, _: config.selector != "exact",
+    'mode is "page" and selector "bounds", "spread", "codes", "sparf", "adaptive", "swarm" or '
+    '"window"',
+)
+_SCORES_CHANNELS: Final = Condition(
+    lambda config, _: config.scores_channels,
+    'mode is "page" and selector "sparf", or "adaptive" or "swarm" with sparse.scorer "sparf"',
+)
+_KEEPS_RECORDS: Final = Condition(
+    lambda config, _: config.keeps_page_records,
+    'mode is "page" and selector "bounds", "window", "codes" or "spread", or "adaptive" or "swarm" '
+    'with sparse.scorer "bounds", "codes" or "spread", and with "spread" sparse.estimate_rest is '
+    "false",
+)
+_SCORES_CODES: Final = Condition(
+    lambda config, _: config.scorer == "codes",
+    'mode is "page" and selector "codes", or "adaptive" or "swarm" with sparse.scorer "codes"',
+)
+_SCORES_MASS: Final = Condition(
+    lambda config, _: config.scores_channels or config.scorer == "spread",
+    'mode is "page" and selector "sparf" or "spread", or "adaptive" or "swarm" with one of them as '
+    "sparse.scorer",
+)
+_TAKES_A_SCORER: Final = Condition(
+    lambda config, _: takes_scorer(config.selector),
+    'mode is "page" and selector "adaptive" or "swarm"',
+)
+_SHARE_COUNTS: Final = Condition(
+    lambda _, sparse: sparse.budget_tokens is None, "sparse.budget_tokens is left out"
+)
+_REUSES: Final = Condition(
+    lambda _, sparse: sparse.reuse_steps > 1, "sparse.reuse_steps is above 1"
+)
 
 
 class ScoringConfig(OptionModel):
@@ -35,6 +73,7 @@ class ScoringConfig(OptionModel):
             "of the budget; by bounds it does not (docs/accuracy.md). `bounds` and `spread` need "
             "no second copy of K."
         ),
+        _TAKES_A_SCORER,
     ] = "sparf"
     code_bits: Annotated[
         Literal[1, 2, 4],
@@ -46,6 +85,7 @@ class ScoringConfig(OptionModel):
             "2: pages are chosen as well as by K itself, from a thirteenth of the KV; 1 bit takes "
             "half of that and chooses less well, 4 bits gain nothing (docs/accuracy.md)."
         ),
+        _SCORES_CODES,
     ] = 2
     estimate_rest: Annotated[
         bool,
@@ -59,6 +99,7 @@ class ScoringConfig(OptionModel):
             "false: with `sparf` it makes the distance from exact attention on text 1.6 times as "
             "long (docs/accuracy.md)."
         ),
+        _SCORES_MASS,
     ] = False
     channels: Annotated[
         int | None,
@@ -68,6 +109,7 @@ class ScoringConfig(OptionModel):
             "in which the query is largest.",
         ),
         Reason("null: an eighth of the head size, 16 of 128 channels; no paper gives a default."),
+        _SCORES_CHANNELS,
     ] = None
     channel_dtype: Annotated[
         Literal["as_k", "int8"],
@@ -81,6 +123,7 @@ class ScoringConfig(OptionModel):
             "as_k: what is chosen is what the paper chooses. int8 chose as well wherever we looked "
             "(docs/accuracy.md)."
         ),
+        _SCORES_CHANNELS,
     ] = "as_k"
     channel_group: Annotated[
         int,
@@ -94,6 +137,7 @@ class ScoringConfig(OptionModel):
             "1: as in SparQ. Groups choose less well from as many channels, and lose answers at "
             "small budgets (docs/accuracy.md)."
         ),
+        _SCORES_CHANNELS,
     ] = 1
     granularity: Annotated[
         Literal["page", "token"],
@@ -102,6 +146,7 @@ class ScoringConfig(OptionModel):
             "only, and reads every page that holds one; `adaptive` chooses pages in any case."
         ),
         Reason("page: reads the budget and no more. Single tokens touch many pages."),
+        _SCORES_CHANNELS,
     ] = "page"
     channel_pages: Annotated[
         Literal["dram", "ssd", "hbm"],
@@ -114,6 +159,7 @@ class ScoringConfig(OptionModel):
             "1024 tokens and more. The store is the same."
         ),
         Reason("dram: the channels of a token are spread over the whole context."),
+        _SCORES_CHANNELS,
     ] = "dram"
 
 
@@ -132,11 +178,16 @@ class SparseConfig(ScoringConfig):
             "An eighth: the largest saving at which the methods that this follows still report "
             "answers close to those of full attention (docs/accuracy.md has ours)."
         ),
+        _CHOOSES,
+        _SHARE_COUNTS,
+        PerRequest(clears="budget_tokens"),
     ] = 0.125
     budget_tokens: Annotated[
         int | None,
         Field(ge=1, description="The same as a number of tokens; then `budget` is not used."),
         Reason("null: what a query needs grows with its context."),
+        _CHOOSES,
+        PerRequest(),
     ] = None
     mass: Annotated[
         float,
@@ -150,6 +201,7 @@ class SparseConfig(ScoringConfig):
             "With logits from channels the estimate is close to the attention. With `bounds` "
             "pages that do not matter look as if they did: much of what it calls missing is not."
         ),
+        _CHOOSES,
     ] = 0.9
     floor: Annotated[
         float,
@@ -160,6 +212,7 @@ class SparseConfig(ScoringConfig):
             "chooses at least, as far as `budget` allows.",
         ),
         Reason("A 32nd: where one page seems to be enough, the estimate may be wrong."),
+        _CHOOSES,
     ] = 0.03125
     exact_below: Annotated[
         int | None,
@@ -173,6 +226,7 @@ class SparseConfig(ScoringConfig):
             "from the context. Below the other choosing takes longer than attending to everything "
             "where DRAM holds it (measured by `ssdkv bench decode` for one request at a time)."
         ),
+        _CHOOSES,
     ] = None
     sink_tokens: Annotated[
         int,
@@ -184,6 +238,7 @@ class SparseConfig(ScoringConfig):
         Reason(
             "Most models put attention there that belongs nowhere; one page holds those tokens."
         ),
+        _CHOOSES,
     ] = 16
     token_order: Annotated[
         Literal["position", "keys", "coactivation"],
@@ -199,6 +254,7 @@ class SparseConfig(ScoringConfig):
             "exact attention, and 41 % off that of `spread`, with blocks of 128 tokens; blocks of "
             "one page have nothing to gain (docs/accuracy.md)."
         ),
+        _CHOOSES,
     ] = "keys"
     dense_layers: Annotated[
         int,
@@ -211,6 +267,7 @@ class SparseConfig(ScoringConfig):
             "0: the budget is what it says. Some models spread attention in their first one or two "
             "layers; each costs a full read of the context in that layer."
         ),
+        _CHOOSES,
     ] = 0
     reuse_steps: Annotated[
         int,
@@ -224,6 +281,7 @@ class SparseConfig(ScoringConfig):
             "1: every token attends to what its own query chose. More spares time and reads; what "
             "it costs in answers, `ssdkv bench accuracy --reuse-steps` says for the demo's model."
         ),
+        _CHOOSES,
     ] = 1
     reuse_similarity: Annotated[
         float,
@@ -238,6 +296,8 @@ class SparseConfig(ScoringConfig):
             "Those of the demo's model look up something else nearly every time: the medians of "
             "its three layers are 0.76, 0.17 and -0.06, so it reuses next to nothing."
         ),
+        _CHOOSES,
+        _REUSES,
     ] = 0.8
     page_cache: Annotated[
         int | None,
@@ -256,6 +316,7 @@ class SparseConfig(ScoringConfig):
             "step mostly needs the pages of the step before, which then are not read again, if "
             "there is room for all of them: with half of that, it took three times as long."
         ),
+        _CHOOSES,
     ] = None
     hbm_pages: Annotated[
         int | None,
@@ -272,6 +333,7 @@ class SparseConfig(ScoringConfig):
             "null: none. It helps from the size on of what a step chooses in all layers together; "
             "with less, pages mostly make room for others before they are chosen again."
         ),
+        _CHOOSES,
     ] = None
     hbm_summaries: Annotated[
         int,
@@ -289,6 +351,7 @@ class SparseConfig(ScoringConfig):
             "0: what it gains was not measured, and the KV cache is smaller by as much. Bounds "
             "take 1/page_tokens of the KV of all contexts that are chosen from."
         ),
+        _KEEPS_RECORDS,
     ] = 0
     page_policy: Annotated[
         Literal["lru", "frequency", "decay"],
@@ -305,6 +368,7 @@ class SparseConfig(ScoringConfig):
             "have ended chose often is gone sooner. `decay` where the cache has room for less than "
             "a step chooses in all layers together: there `lru` finds nothing again."
         ),
+        _CHOOSES,
     ] = "lru"
     prefetch: Annotated[
         bool,
@@ -317,6 +381,7 @@ class SparseConfig(ScoringConfig):
             "true: it hides time of the drives. Wrong guesses cost bandwidth: with drives that "
             "others need more, turn it off."
         ),
+        _CHOOSES,
     ] = True
     summaries: Annotated[
         int | None,
@@ -339,6 +404,7 @@ class SparseConfig(ScoringConfig):
             "token. While fewer or shorter contexts run, the rest is for whole blocks, too; what "
             "is given is for summaries only."
         ),
+        _CHOOSES,
     ] = None
     cluster_threshold: Annotated[
         float,
@@ -351,6 +417,7 @@ class SparseConfig(ScoringConfig):
         Reason(
             "0.5: pages that at least half of the queries chose together. The paper names no value."
         ),
+        _CHOOSES,
     ] = 0.5
     cluster_size: Annotated[
         int,
@@ -363,6 +430,7 @@ class SparseConfig(ScoringConfig):
             "8: larger clusters bring more pages that the query does not need, and take more "
             "memory, 4 bytes a page and copy."
         ),
+        _CHOOSES,
     ] = 8
     cluster_score: Annotated[
         Literal["members", "medoid"],
@@ -371,6 +439,7 @@ class SparseConfig(ScoringConfig):
             "the page in its middle, as in the paper."
         ),
         Reason("members: found more of the attention on most texts (docs/internals/clusters.md)."),
+        _CHOOSES,
     ] = "members"
     cluster_affinity: Annotated[
         Literal["jaccard", "conditional"],
@@ -383,4 +452,5 @@ class SparseConfig(ScoringConfig):
             "conditional: as in the paper, and the one by which pages have company: by `jaccard` "
             "hardly any has at a threshold of 0.5 (docs/clusters.md)."
         ),
+        _CHOOSES,
     ] = "conditional"
