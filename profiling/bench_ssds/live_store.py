@@ -18,8 +18,8 @@ from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.io import MIN_STAGING
 from vllm_ssdkv.config.io_engine import ThrottleRule
 from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
-from vllm_ssdkv.connector.scheduler.pending_writes import PendingWrites
 from vllm_ssdkv.connector.scheduler.rewriter import Rewriter
+from vllm_ssdkv.connector.scheduler.slot_ledger import PendingWrites
 from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameState
 from vllm_ssdkv.store.device_weights import DeviceWeights
 from vllm_ssdkv.store.devices.wear import WearLedger

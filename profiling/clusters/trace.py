@@ -16,10 +16,9 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.base.checksum import checksum_bytes
+from vllm_ssdkv.base.checksum import NO_DIGITS, check_seal, checksum_bytes, sealed
 from vllm_ssdkv.base.durable_file import read_regular, replace_file
 from vllm_ssdkv.base.errors import BenchError
-from vllm_ssdkv.base.json_checksum import NO_DIGITS, check_seal, sealed
 
 PAGE: Final = 16
 """Tokens of a page."""

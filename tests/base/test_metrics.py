@@ -27,7 +27,7 @@ from vllm_ssdkv.base.metrics import (
     metric_key,
     parse_key,
 )
-from vllm_ssdkv.base.metrics_node_server import NODE_SERVER_METRICS
+from vllm_ssdkv.base.metrics_node import NODE_SERVER_METRICS
 
 
 def some_labels(metric: Metric, free: str = "/mnt/nvme0") -> dict[str, str]:

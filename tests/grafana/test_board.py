@@ -9,8 +9,7 @@ import pytest
 
 from tests.grafana.conftest import GRAFANA
 from vllm_ssdkv.base.metrics import BATCH_METRICS, METRICS
-from vllm_ssdkv.base.metrics_node import NODE_METRICS
-from vllm_ssdkv.base.metrics_node_server import NODE_SERVER_METRICS
+from vllm_ssdkv.base.metrics_node import NODE_METRICS, NODE_SERVER_METRICS
 from vllm_ssdkv.grafana.board import EVERYTHING, NAMES, Query, fill_in, read_board
 from vllm_ssdkv.grafana.write import dashboards
 

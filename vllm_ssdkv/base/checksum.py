@@ -1,6 +1,12 @@
-"""The one checksum of the store: xxh3-64 with seed 0, computed by the native module."""
+"""The one checksum of the store: xxh3-64 with seed 0, computed by the native module.
+
+A JSON file carries it as a member ``checksum`` on a line of its own: that of the whole file, with
+16 zeros in the place of its 16 hexadecimal digits (``docs/format.md``).
+"""
 
 from __future__ import annotations
+
+import re
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,3 +43,33 @@ def wrong_checksums(
 ) -> NDArray[np.int64]:
     """Ascending positions at which :func:`checksum_pages` is not ``expected``; both arrays [n]."""
     return _io.verify(addresses, expected, nbytes)
+
+
+NO_DIGITS = "0" * 16
+"""A placeholder for the digits until :func:`sealed` puts them in."""
+
+_SEAL = re.compile(rb'^ "checksum": "([0-9a-f]{16})",?$', re.MULTILINE)
+
+
+def sealed(data: bytes) -> bytes:
+    """The text with the checksum that belongs to it.
+
+    Raises:
+        ValueError: the text has no such member.
+    """
+    found = _SEAL.search(data)
+    if found is None:
+        raise ValueError("it has no checksum")
+    blank = data[: found.start(1)] + NO_DIGITS.encode() + data[found.end(1) :]
+    return blank[: found.start(1)] + b"%016x" % checksum_bytes(blank) + blank[found.end(1) :]
+
+
+def has_checksum(data: bytes) -> bool:
+    """Check whether the text has such a member, right or wrong."""
+    return _SEAL.search(data) is not None
+
+
+def check_seal(data: bytes) -> None:
+    """Raise ValueError unless the text has the checksum that belongs to it."""
+    if sealed(data) != data:
+        raise ValueError("its checksum is not that of its content")

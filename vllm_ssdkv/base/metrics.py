@@ -22,8 +22,7 @@ from vllm_ssdkv.base.metric import (
     counter,
     gauge,
 )
-from vllm_ssdkv.base.metrics_node import NODE_METRICS
-from vllm_ssdkv.base.metrics_node_server import NODE_SERVER_METRICS
+from vllm_ssdkv.base.metrics_node import NODE_METRICS, NODE_SERVER_METRICS
 from vllm_ssdkv.base.metrics_offload import OFFLOAD_METRICS
 from vllm_ssdkv.base.metrics_sparse import SPARSE_METRICS
 from vllm_ssdkv.base.wait_reason import WaitReason

@@ -1,4 +1,8 @@
-"""Metrics of nodes: of an engine that uses one (option ``nodes``)."""
+"""Metrics of nodes: of an engine that uses one (option ``nodes``), and of a node itself.
+
+A node shows its own on the port of its option ``metrics``, beside those of its stores, under the
+names that engines have for them.
+"""
 
 from __future__ import annotations
 
@@ -42,3 +46,61 @@ NODE_METRICS: Final[tuple[Metric, ...]] = (
     ),
 )
 """In the order of the document."""
+
+
+CALLS: Final = (
+    *("Bind", "Lookup", "Find", "Last", "Claim", "Touch", "Pin", "Unpin", "Drop", "ForgetAll"),
+    *("AskGauges", "TellWeights", "Save", "Load", "Discard", "AskStatus"),
+    *("AskDrives", "AskVolumes", "OpenVolumes", "MoveBytes", "RemoveVolume", "Attend"),
+)
+"""Names of calls, for a label."""
+
+REFUSALS: Final = (
+    *("magic", "flags", "sequence", "size", "files", "kind", "version", "body", "credit"),
+    *("order", "memory", "keys", "store", "limit", "closing"),
+)
+"""Causes for which a connection is refused, for a label."""
+
+NODE_SERVER_METRICS: Final[tuple[Metric, ...]] = (
+    gauge(
+        "node_sessions",
+        "sessions",
+        "Halves of engines, and askers, that are connected to the node.",
+        Label("role", ("scheduler", "worker", "status", "volume")),
+    ),
+    gauge("node_stores", "stores", "Stores that the node has open."),
+    gauge("node_pins", "pins", "Pins of slots that sessions hold: leases that are out."),
+    gauge("node_claims", "slots", "Slots that engines have claimed and that are not written yet."),
+    counter("node_calls", "calls", "Calls that the node has carried out.", Label("call", CALLS)),
+    counter(
+        "node_bytes",
+        "bytes",
+        "Bytes of blocks that engines have saved in the node and loaded from it, and of K and V "
+        "that the node has attended to for them.",
+        Label("direction", ("saved", "loaded", "attended")),
+    ),
+    counter(
+        "node_refusals",
+        "connections",
+        "Connections that the node has refused, at their beginning or for a frame, by cause.",
+        Label("cause", REFUSALS),
+    ),
+    counter(
+        "node_sessions_ended",
+        "sessions",
+        "Sessions that have ended: the engine's connection is gone or was silent for the lease, "
+        "the node refused a frame, or the node ended.",
+        Label("cause", ("gone", "refused", "closing")),
+    ),
+    counter(
+        "node_stores_removed",
+        "stores",
+        "Closed stores that were removed because another store needed their room on a drive.",
+    ),
+    counter(
+        "node_pins_released",
+        "pins",
+        "Pins that were undone because their session ended.",
+    ),
+)
+"""Of the node's process, not of an engine's."""

@@ -15,7 +15,6 @@ from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.offload import DEVICES, OffloadConfig
 from vllm_ssdkv.connector.obstacle import REUSE, Obstacle
 from vllm_ssdkv.connector.scheduler.speculation import obstacles_to_page_mode
-from vllm_ssdkv.connector.x_settings import obstacles_to_x
 from vllm_ssdkv.kernels.operands.block_layout import head_size_problem
 
 if TYPE_CHECKING:
@@ -202,7 +201,10 @@ def _kv_bytes(model: ModelConfig) -> set[int]:
 def _page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> Iterator[Obstacle]:
     """Obstacles to page mode."""
     yield from obstacles_to_page_mode(config, vllm_config)
-    yield from obstacles_to_x(config, vllm_config)
+    if config.offload is not None:
+        from vllm_ssdkv.connector.x_settings import obstacles_to_x
+
+        yield from obstacles_to_x(config, vllm_config)
     yield from _page_mode_model(vllm_config.model_config, vllm_config)
     model = vllm_config.model_config
     cache_dtype = str(vllm_config.cache_config.cache_dtype)

@@ -43,7 +43,6 @@ from vllm_ssdkv.connector.worker.binding import Binding
 from vllm_ssdkv.connector.worker.block_comparison import element_type
 from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank, RankAccess
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
-from vllm_ssdkv.connector.x_settings import why_x_does_not_pay, x_shape
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry, round_up
 from vllm_ssdkv.store.memory.memory_plan import MemoryPlan
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
     from vllm_ssdkv.connector.worker.node_rank import NodeRank
     from vllm_ssdkv.connector.worker.page_mode import PageMode
     from vllm_ssdkv.node.client.node_drives import NodeDrive, NodeDrives
+    from vllm_ssdkv.offload.xcache.x_rule import XShape
     from vllm_ssdkv.store.context_store import ContextStore
 
 logger = logging.getLogger(__name__)
@@ -155,6 +155,7 @@ def _open_page_mode(
     """This rank's part of a store with contexts, and the way to open page mode on a device."""
     from vllm_ssdkv.connector.worker.device_memory import held_for_summaries
     from vllm_ssdkv.connector.worker.page_mode import ContextLayers, PageMode
+    from vllm_ssdkv.connector.x_settings import x_shape
     from vllm_ssdkv.store.context_store import ContextStore
 
     layout, drives, held = found.layout, None, held_for_summaries()
@@ -303,6 +304,7 @@ def open_scheduler(
         identities = RankIdentities(settings, weights)
         if config.mode == "page":
             _check_room(found, store, max_model_len)
+        x_share, shape = _x_of(config, vllm_config)
         engine = EngineFacts(
             found.layout.block_tokens,
             max_model_len,
@@ -310,8 +312,8 @@ def open_scheduler(
             Speculation.of(vllm_config, found.layout.block_tokens),
             reuses=_reuses(vllm_config),
             sees_media=_sees_media(vllm_config),
-            x_share=_x_share(config, vllm_config),
-            x_shape=x_shape(config, vllm_config),
+            x_share=x_share,
+            x_shape=shape,
         )
         choice = LoadOrRecompute(
             # In page mode computing writes every block of the hit once more.
@@ -327,15 +329,19 @@ def open_scheduler(
     return scheduler
 
 
-def _x_share(config: SSDKVConfig, vllm_config: VllmConfig) -> float | Literal["auto"]:
-    """Share of the contexts that is stored as X, or how it is found."""
+def _x_of(
+    config: SSDKVConfig, vllm_config: VllmConfig
+) -> tuple[float | Literal["auto"], XShape | None]:
+    """Share of the contexts that is stored as X, or how it is found, and the shape of layers."""
     if config.offload is None or config.offload.x_share == 0:
-        return 0.0
-    share: float | Literal["auto"] = config.offload.x_share
-    if x_shape(config, vllm_config) is not None:
-        return share
+        return 0.0, None
+    from vllm_ssdkv.connector.x_settings import why_x_does_not_pay, x_shape
+
+    shape = x_shape(config, vllm_config)
+    if shape is not None:
+        return config.offload.x_share, shape
     logger.warning("ssdkv: offload.x_share has no effect: %s", why_x_does_not_pay(vllm_config))
-    return 0.0
+    return 0.0, None
 
 
 def _with_hits_to_verify(config: SSDKVConfig, layout: KVLayout) -> SSDKVConfig:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from vllm_ssdkv import __version__
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.base.metrics import BATCH_METRICS, METRICS
-from vllm_ssdkv.base.metrics_node_server import NODE_SERVER_METRICS
+from vllm_ssdkv.base.metrics_node import NODE_SERVER_METRICS
 from vllm_ssdkv.base.wait_reason import WaitReason
 from vllm_ssdkv.cli.docs.doc_pages import metrics_page, options_page, with_section
 from vllm_ssdkv.cli.main import app

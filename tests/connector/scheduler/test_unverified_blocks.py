@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_ssdkv.connector.scheduler.unverified_blocks import UnverifiedBlocks
+from vllm_ssdkv.connector.scheduler.slot_ledger import UnverifiedBlocks
 
 
 def test_marks_go_with_rewritten_blocks() -> None:

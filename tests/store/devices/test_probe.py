@@ -21,7 +21,6 @@ from vllm_ssdkv.store.devices.probe import ALIKE, STEP, read_rates, weights_of
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.io.testing import throttled
 from vllm_ssdkv.store.open import StorePlace
-from vllm_ssdkv.store.placement import reconcile
 
 Devices = Callable[[int], list[Path]]
 
@@ -93,7 +92,7 @@ def test_each_device_is_measured_once(
         asked.append([paths[i] for i in which])
         return [speeds[paths[i]] for i in which]
 
-    monkeypatch.setattr(reconcile, "read_rates", measured)
+    monkeypatch.setattr(probe, "read_rates", measured)
 
     def weights(paths: list[Path], **entry: Any) -> list[float]:  # noqa: ANN401
         config = SSDKVConfig.from_extra_config(

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from vllm_ssdkv.base.metric import Metric
 from vllm_ssdkv.base.metrics import BATCH_METRICS, METRICS
-from vllm_ssdkv.base.metrics_node_server import NODE_SERVER_METRICS
+from vllm_ssdkv.base.metrics_node import NODE_SERVER_METRICS
 from vllm_ssdkv.base.wait_reason import WaitReason
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.schema import walk

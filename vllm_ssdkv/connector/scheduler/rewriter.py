@@ -11,7 +11,7 @@ import numpy as np
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
-from vllm_ssdkv.connector.scheduler.pending_writes import PendingWrites
+from vllm_ssdkv.connector.scheduler.slot_ledger import PendingWrites
 from vllm_ssdkv.store.format.slot_geometry import I64
 from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState
 from vllm_ssdkv.store.placement.rebalancer import Rebalancer

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.connector.scheduler.pending_writes import PendingWrites
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
-from vllm_ssdkv.connector.scheduler.unverified_blocks import UnverifiedBlocks
 from vllm_ssdkv.store.index.computed_blocks import ComputedBlocks
 from vllm_ssdkv.store.index.slot_index import (
     FULL,
@@ -22,6 +21,84 @@ from vllm_ssdkv.store.index.slot_index import (
 )
 from vllm_ssdkv.store.own_store import owned
 from vllm_ssdkv.store.tier import TierIndex
+
+
+class UnverifiedBlocks:
+    """Marks on slots. If the next check fails, nobody may find these blocks later.
+
+    A byte per slot. Used by the scheduler's thread.
+
+    Example:
+        >>> blocks = UnverifiedBlocks(num_slots=4)
+        >>> blocks.add(2)
+        >>> blocks.slots().tolist()
+        [2]
+    """
+
+    def __init__(self, num_slots: int):
+        self._marks = np.zeros(num_slots, dtype=np.bool_)
+
+    def add(self, slot: int) -> None:
+        """A slot has a block that was computed just now."""
+        self._marks[slot] = True
+
+    def rewrite(self, old: int, new: int) -> None:
+        """A block gets another slot."""
+        self._marks[new] = self._marks[old]
+
+    def clear(self) -> None:
+        """The check was good."""
+        self._marks[:] = False
+
+    def slots(self) -> NDArray[np.int64]:
+        """Marked slots, ascending; what they held may have been evicted since."""
+        return np.flatnonzero(self._marks)
+
+
+class PendingWrites:
+    """Slots whose writes were ordered and not reported by every rank. Used by the scheduler's
+    thread."""
+
+    def __init__(self, ranks: int):
+        self._ranks = ranks
+        # Slot -> (epoch, ranks that still have to report).
+        self._under_way: dict[int, tuple[int, int]] = {}
+
+    def __len__(self) -> int:
+        """Number of slots."""
+        return len(self._under_way)
+
+    def __contains__(self, slot: int) -> bool:
+        """Check whether the slot is one of them."""
+        return slot in self._under_way
+
+    def slots(self) -> list[int]:
+        """Slots that are under way now."""
+        return list(self._under_way)
+
+    def awaits(self, slot: int, epoch: int) -> bool:
+        """Check whether this use of a slot is one of them."""
+        return slot in self and self._under_way[slot][0] == epoch
+
+    def add(self, slot: int, epoch: int) -> None:
+        """The next plan orders it."""
+        self._under_way[slot] = (epoch, self._ranks)
+
+    def done(self, slot: int, epoch: int) -> bool:
+        """A rank has written a slot; whether none is missing now."""
+        entry = self._under_way.get(slot)
+        if entry is None or entry[0] != epoch:
+            return False
+        if entry[1] > 1:
+            self._under_way[slot] = (epoch, entry[1] - 1)
+            return False
+        del self._under_way[slot]
+        return True
+
+    def drop(self, slot: int) -> bool:
+        """Nobody waits for it any more; False when nobody did."""
+        return self._under_way.pop(slot, None) is not None
+
 
 _CAUSES = {
     FULL: "store_full",

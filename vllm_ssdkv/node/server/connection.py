@@ -19,7 +19,7 @@ from vllm_ssdkv.base.errors import (
     SSDKVError,
 )
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.base.metrics_node_server import CALLS, REFUSALS
+from vllm_ssdkv.base.metrics_node import CALLS, REFUSALS
 from vllm_ssdkv.config.node import NodeConfig
 from vllm_ssdkv.node.protocol.channel import Channel
 from vllm_ssdkv.node.protocol.frames import DEFAULT_LIMITS, VERSIONS, negotiate

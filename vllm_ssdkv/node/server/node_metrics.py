@@ -28,7 +28,7 @@ from vllm_ssdkv.base.metrics import (
     histogram_of,
     parse_key,
 )
-from vllm_ssdkv.base.metrics_node_server import NODE_SERVER_METRICS
+from vllm_ssdkv.base.metrics_node import NODE_SERVER_METRICS
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
+from vllm_ssdkv.base.checksum import NO_DIGITS, check_seal, sealed
 from vllm_ssdkv.base.durable_file import read_regular, replace_file
-from vllm_ssdkv.base.json_checksum import NO_DIGITS, check_seal, sealed
 from vllm_ssdkv.base.metrics import Counters
 
 logger = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ from typing import Literal
 
 import msgspec
 
+from vllm_ssdkv.base.checksum import NO_DIGITS, check_seal, has_checksum, sealed
 from vllm_ssdkv.base.durable_file import read_regular, replace_file
 from vllm_ssdkv.base.errors import (
     DamagedError,
@@ -28,7 +29,6 @@ from vllm_ssdkv.base.errors import (
 )
 from vllm_ssdkv.base.file_access import why_refused
 from vllm_ssdkv.base.file_lock import lock_file
-from vllm_ssdkv.base.json_checksum import NO_DIGITS, check_seal, has_checksum, sealed
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.format.slot_geometry import PageRecord, SlotGeometry, of_another_version

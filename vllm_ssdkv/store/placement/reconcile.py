@@ -11,7 +11,6 @@ from vllm_ssdkv.base.errors import ConfigError, DeviceError
 from vllm_ssdkv.base.sizes import format_size
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.store.devices.discovery import Sight, look, matched, renumbered
-from vllm_ssdkv.store.devices.probe import read_rates, weights_of
 from vllm_ssdkv.store.format.manifest import Manifest, ManifestDevice
 from vllm_ssdkv.store.format.segment import Segment
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
@@ -129,6 +128,8 @@ def _weigh(place: Place, devices: Sequence[ManifestDevice]) -> None:
     """
     given = place.config.device_weights()
     if given is None and len(devices) > 1:
+        from vllm_ssdkv.store.devices.probe import read_rates, weights_of
+
         new = [i for i, device in enumerate(devices) if not device.rate]
         if new:
             io = place.config.io
