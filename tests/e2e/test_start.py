@@ -41,7 +41,8 @@ def has_options(value, depth=2):
     if not depth or not type(value).__module__.startswith("vllm_ssdkv."):
         return False
     slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
-    held = [getattr(value, name, None) for name in slots] + list(getattr(value, "__dict__", {}).values())
+    held = [getattr(value, name, None) for name in slots]
+    held += getattr(value, "__dict__", {}).values()
     return any(has_options(one, depth - 1) for one in held)
 
 def look(frame, event, _):

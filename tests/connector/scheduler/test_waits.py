@@ -18,8 +18,7 @@ from vllm_ssdkv.base.errors import StoreFailedError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.wait_reason import WaitReason
 from vllm_ssdkv.connector.scheduler import page_admission
-from vllm_ssdkv.connector.scheduler.match import Hit, Match, Miss, Wait
-from vllm_ssdkv.connector.scheduler.wait_counter import WaitCounter
+from vllm_ssdkv.connector.scheduler.match import Hit, Match, Miss, Wait, WaitCounter
 from vllm_ssdkv.store.own_store import owned
 
 Configs = dict[str, VllmConfig]

@@ -67,15 +67,3 @@ class ContextRecovery:
         """The request has ended."""
         self._lost.pop(request_id, None)
         self.wait(request_id, waits=False)
-
-
-def discard_in_flight_output(state: RequestState) -> None:
-    """Have vLLM drop what a request samples in steps that are under way.
-
-    They attend to what could not be read, as the step did that told of it. vLLM recognises that one
-    by an invalid block, but not the next, which it has scheduled already on a GPU. This is the mark
-    that it sets itself when it preempts a request.
-    """
-    if state.running:
-        state.request.num_stale_output_tokens = state.request.num_in_flight_tokens
-        state.request.drop_stale_output = True

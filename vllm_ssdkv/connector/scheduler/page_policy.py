@@ -13,10 +13,7 @@ from vllm_ssdkv.base.wait_reason import WaitReason
 from vllm_ssdkv.connector.kv_cache_spec import TieredManager
 from vllm_ssdkv.connector.messages import ContextDelta
 from vllm_ssdkv.connector.metadata import SSDKVMetadata
-from vllm_ssdkv.connector.scheduler.context_recovery import (
-    ContextRecovery,
-    discard_in_flight_output,
-)
+from vllm_ssdkv.connector.scheduler.context_recovery import ContextRecovery
 from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
 from vllm_ssdkv.connector.scheduler.page_admission import PageAdmission
 from vllm_ssdkv.connector.scheduler.pending_context_loads import PendingContextLoads
@@ -295,7 +292,7 @@ class PagePolicy:
 
     def context_unreadable(self, state: RequestState) -> None:
         """Send the request back, and drop what it samples in steps under way."""
-        discard_in_flight_output(state)
+        state.discard_in_flight_output()
         self._recovery.force_preempt(state)
 
     def compute_anew(self, state: RequestState, *, told: bool) -> None:

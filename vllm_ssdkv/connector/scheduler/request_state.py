@@ -94,6 +94,17 @@ class RequestState:
             self.request_id, block, fence, computed, start, count, asked, of_prompt, self.as_x
         )
 
+    def discard_in_flight_output(self) -> None:
+        """Have vLLM drop what the request samples in steps that are under way.
+
+        They attend to what could not be read, as the step did that told of it. vLLM recognises
+        that one by an invalid block, but not the next, which it has scheduled already on a GPU.
+        This is the mark that it sets itself when it preempts a request.
+        """
+        if self.running:
+            self.request.num_stale_output_tokens = self.request.num_in_flight_tokens
+            self.request.drop_stale_output = True
+
 
 def being_computed(
     states: Iterable[RequestState], loading: Container[str]

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from vllm_ssdkv.base.wait_reason import WaitReason
 from vllm_ssdkv.connector.metadata import SSDKVMetadata
-from vllm_ssdkv.connector.scheduler.context_recovery import discard_in_flight_output
 from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerParts
@@ -165,7 +164,7 @@ class ReusePolicy:
 
     def compute_anew(self, state: RequestState, *, told: bool) -> None:
         """Tell vLLM of an invalid block: it computes the request from there."""
-        discard_in_flight_output(state)
+        state.discard_in_flight_output()
         if len(state.block_ids) == 1 and state.running and not told:
             self._draft.invalid.append(state.block_ids[0][state.loaded_from])
 

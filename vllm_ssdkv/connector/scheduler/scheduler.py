@@ -23,7 +23,7 @@ from vllm_ssdkv.connector.scheduler.kv_groups import BlockGroups
 from vllm_ssdkv.connector.scheduler.load_or_recompute import LoadOrRecompute
 from vllm_ssdkv.connector.scheduler.load_queue import LoadQueue
 from vllm_ssdkv.connector.scheduler.load_retries import LoadRetries
-from vllm_ssdkv.connector.scheduler.match import Match, Wait
+from vllm_ssdkv.connector.scheduler.match import Match, Wait, WaitCounter
 from vllm_ssdkv.connector.scheduler.mode_policy import ModePolicy
 from vllm_ssdkv.connector.scheduler.prefix_lookup import PrefixLookup
 from vllm_ssdkv.connector.scheduler.report_intake import ReportIntake
@@ -39,7 +39,6 @@ from vllm_ssdkv.connector.scheduler.scheduler_parts import (
 )
 from vllm_ssdkv.connector.scheduler.slot_ledger import SlotLedger
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
-from vllm_ssdkv.connector.scheduler.wait_counter import WaitCounter
 from vllm_ssdkv.store.devices.health import WriteState
 from vllm_ssdkv.store.own_store import owned
 from vllm_ssdkv.store.placement.rebalancer import Rebalancer
