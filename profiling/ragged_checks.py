@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -23,6 +24,7 @@ from vllm_ssdkv.kernels.scoring import CpuScoringKernels, TritonScoringKernels
 from vllm_ssdkv.kernels.tensor_digest import TensorProbe, digest_tensors
 from vllm_ssdkv.profiling.attention_problem import RowShape, attention_problem
 from vllm_ssdkv.profiling.ragged_problem import (
+    CODE_BITS,
     BlockSummaries,
     RaggedProblem,
     RowSize,
@@ -188,6 +190,15 @@ def _check_choice(
             )
         ]
         _same("logits of mean and variance", pages[1][0], pages[0][0], want.first, heads, 0.02)
+        # Of the same codes. Tables of 7 bits on the CPU are wrong by more than rounding is.
+        codes = wanted.codes.to(there.query.device)
+        same_codes = replace(there.summaries(found), codes_base=addresses(codes))
+        coded = native.summaries(wanted), same_codes
+        tables = [
+            kernels.code_logits(problem.query, held, problem.scale, CODE_BITS)[0]
+            for kernels, problem, held in zip(providers, (native, there), coded, strict=True)
+        ]
+        _same("logits of codes", tables[1], tables[0], want.first, heads, 0.1)
         expect("window's mass", _tensor(got.window_mass), _tensor(want.window_mass), _NEAR)
         same = _on_device(want, kv_heads, there.query.device)
         most = np.maximum(np.diff(want.first) // 2, 0).astype(np.int32)

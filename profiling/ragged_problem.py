@@ -12,12 +12,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_ssdkv import _kernels
 from vllm_ssdkv.kernels.dense import wait_for
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState
 from vllm_ssdkv.kernels.operands.page_list import PageList
 from vllm_ssdkv.kernels.paged import PageKernels
 from vllm_ssdkv.profiling.dense_oracle import write_block
 from vllm_ssdkv.sparse.protocol import ContextSummaries, Selection
+
+CODE_BITS = 2
+"""Of the codes that problems have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class BlockSummaries:
     value_sum: torch.Tensor
     scaled: torch.Tensor
     scales: torch.Tensor
+    codes: torch.Tensor
 
     @classmethod
     def of(cls, problem: RaggedProblem, kernels: PageKernels) -> BlockSummaries:
@@ -55,6 +60,7 @@ class BlockSummaries:
             problem.memory_like(4 * each),
             problem.memory_like(layout.block_tokens * each),
             problem.memory_like(2 * each * item),
+            problem.memory_like(layout.kv_heads * _kernels.code_bytes(layout.shape, CODE_BITS)),
         )
         source = addresses(problem.context)
         kernels.summarize(
@@ -68,6 +74,7 @@ class BlockSummaries:
         kernels.summarize(
             source, layout, channels=addresses(made.scaled), scales=addresses(made.scales)
         )
+        kernels.encode(source, layout, addresses(made.codes), CODE_BITS)
         wait_for(kernels.device)
         return made
 
@@ -152,10 +159,11 @@ class RaggedProblem:
             windows,
             addresses(held.bounds),
             addresses(held.spread),
-            addresses(held.channels),
-            addresses(self.window),
-            np.concatenate([np.zeros(1, np.int32), window_ends[:-1]]),
-            window_ends,
+            addresses(held.codes),
+            channel_base=addresses(held.channels),
+            window_base=addresses(self.window),
+            window_begin=np.concatenate([np.zeros(1, np.int32), window_ends[:-1]]),
+            window_end=window_ends,
         )
 
     def scaled(self, held: BlockSummaries) -> ContextSummaries:

@@ -18,6 +18,7 @@ FAMILIES: Final = ("llama", "qwen3", "gpt_neox")
 CHOOSING: Final[tuple[SelectorName, ...]] = (
     "bounds",
     "spread",
+    "codes",
     "sparf",
     "adaptive",
     "swarm",

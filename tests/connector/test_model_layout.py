@@ -52,7 +52,7 @@ def layout(made: SSDKVConfig, block: int = 128, dtype: torch.dtype = torch.float
         # 128 tokens of 2 heads: 16 pages of KV a layer, half of that in the type of K.
         ("sparf", torch.float16, "as_k", (1, 8, 0)),
         ("sparf", torch.float16, "int8", (1, 4, 2)),
-        ("adaptive", torch.bfloat16, "int8", (1, 4, 2)),
+        ("adaptive", torch.bfloat16, "int8", (4, 0, 2)),
         ("sparf", torch.float32, "int8", (1, 2, 4)),
         ("bounds", torch.float16, "int8", (3, 0, 0)),
         ("spread", torch.float16, "int8", (3, 0, 0)),
@@ -65,7 +65,7 @@ def test_slots_hold_channels_as_the_options_say(
 ) -> None:
     shape = layout(config(selector, channel_dtype=kept), dtype=dtype).geometry
     assert (shape.summary_pages, shape.channel_pages, shape.scaled_from) == pages
-    records = {"spread": "spread", "codes": "codes_2"}
+    records = {"spread": "spread", "codes": "codes_2", "adaptive": "codes_2"}
     assert shape.record == records.get(selector, "bounds")
 
 

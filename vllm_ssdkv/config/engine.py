@@ -107,7 +107,8 @@ SPARSE_WINDOW: Final = 256
 _PAGE: Final = Condition(lambda config, _: config.mode == "page", 'mode is "page"')
 _CHOOSES: Final = Condition(
     lambda config, _: config.selector != "exact",
-    'mode is "page" and selector "bounds", "spread", "sparf", "adaptive", "swarm" or "window"',
+    'mode is "page" and selector "bounds", "spread", "codes", "sparf", "adaptive", "swarm" or '
+    '"window"',
 )
 _MAY_COMPUTE: Final = Condition(
     lambda config, _: config.mode == "reuse" or config.load == "always",

@@ -17,6 +17,7 @@ from vllm_ssdkv.sparse.protocol import Budget, Selection, Selector
 from vllm_ssdkv.sparse.selection_reuse import RowSizes
 from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
+from vllm_ssdkv.sparse.selectors.codes import CodesSelector
 from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
 from vllm_ssdkv.sparse.selectors.spread import SpreadSelector
 from vllm_ssdkv.sparse.selectors.swarm import SwarmSelector
@@ -99,11 +100,21 @@ def test_options_reach_sparf() -> None:
     sparf = made("sparf", channels=5, channel_group=4).selector
     assert isinstance(sparf, SparfSelector)
     assert (sparf.channels, sparf.channel_group) == (8, 4)
-    adaptive = made("adaptive", channels=16).selector
+    adaptive = made("adaptive", scorer="sparf", channels=16).selector
     assert isinstance(adaptive, AdaptiveSelector)
     assert isinstance(adaptive.scorer, SparfSelector)
     assert adaptive.scorer.channels == 16
     assert adaptive.needs.channels
+
+
+def test_options_reach_codes() -> None:
+    codes = made("codes", budget=0.25, sink_tokens=4, code_bits=4).selector
+    assert isinstance(codes, CodesSelector)
+    assert (codes.budget, codes.sink_tokens, codes.bits) == (Budget(share=0.25), 4, 4)
+    adaptive = made("adaptive").selector
+    assert isinstance(adaptive, AdaptiveSelector)
+    assert isinstance(adaptive.scorer, CodesSelector)
+    assert (adaptive.needs.codes, adaptive.needs.channels) == (2, 0)
 
 
 def test_options_reach_swarm() -> None:
@@ -112,7 +123,7 @@ def test_options_reach_swarm() -> None:
     assert (swarm.budget, swarm.sink_tokens, swarm.route) == (Budget(share=0.25), 4, "members")
     assert isinstance(swarm.scorer, BoundsSelector)
     assert (swarm.needs.bounds, swarm.needs.channels, swarm.needs.clusters) == (True, 0, True)
-    swarm = made("swarm", channels=16, cluster_score="medoid").selector
+    swarm = made("swarm", scorer="sparf", channels=16, cluster_score="medoid").selector
     assert isinstance(swarm, SwarmSelector)
     assert (swarm.needs.channels, swarm.route) == (16, "medoid")
 

@@ -19,6 +19,7 @@ from vllm_ssdkv.profiling.triton_checks import CheckError, Model, check_attentio
 from vllm_ssdkv.triton_kernels import (
     attend,
     choose,
+    codes,
     digest,
     order,
     pack,
@@ -66,6 +67,7 @@ def test_right_kernels_pass() -> None:
         (ragged, tokens, "score_tokens", "scores of channels"),
         (ragged, tokens, "cover", "cover of channels"),
         (ragged, score, "bound_logits", "bounds and weights"),
+        (ragged, codes, "code_logits", "logits of codes"),
         (ragged, choose, "weigh", "bounds and weights"),
         (ragged, choose, "choose", "choose, p"),
         (ragged, attend, "attend_pages", "attend_pages"),
