@@ -106,7 +106,7 @@ def test_nothing_is_read_back(launches: dict[str, Recorder], scorer: str, p: flo
     used = {name for name, recorder in launches.items() if recorder.launches}
     want = {"_choose_kernel", "_attend_kernel", "_finish_kernel"}
     want |= (
-        {"_pages_kernel", "_weigh_kernel"}
+        {"_logits_kernel" if scorer == "codes" else "_pages_kernel", "_weigh_kernel"}
         if scorer != "channels"
         else {"_channels_kernel", "_sum_kernel", "_score_kernel", "_cover_kernel"}
     )

@@ -130,7 +130,7 @@ def test_of_repeats_the_medians_count() -> None:
 
 def test_short_requests_are_exact_if_asked_for(runs: Runs, tmp_path: Path) -> None:
     options = ["--contexts", "512,4096", "--batch", "1", "--short-exact", "--dir", str(tmp_path)]
-    options += ["--selectors", "adaptive"]
+    options += ["--selectors", "sparf"]
     result = CliRunner().invoke(app, ["bench", "decode", *options])
     assert result.exit_code == 0, result.output
     configs = [SSDKVConfig.from_extra_config(run.options()) for run in runs]
