@@ -283,3 +283,25 @@ def test_summaries_in_memory_of_the_device(
         assert recall.right() == len(QUESTIONS)
         assert recall.engine.ssdkv("sparse_rows_exact") == 0
         assert recall.engine.ssdkv("sparse_selections") > 0
+
+
+def test_codes_answer_where_needles_are_many(
+    devices: Callable[..., list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """With a fixed budget, and with as much as the attention takes; both from one store."""
+    places, control = devices(2), tmp_path / "faults.json"
+    tasks: tuple[Task, ...] = ("multikey", "chain", "single", "copy")
+    questions = [ask(task, 3000, seed) for task in tasks for seed in (1, 2)]
+    for selector, options in (("codes", {"budget": BUDGET}), ("adaptive", {"budget": 1.0})):
+        found = Recall(places, selector, control, {"summaries": "5MiB", **options}, dram="16MiB")
+        found.start()
+        try:
+            assert found.right(questions) == len(questions)
+            selected = found.count("sparse_pages_selected")
+            assert 0 < selected < 0.5 * found.count("sparse_pages_in_context")
+            assert found.count("sparse_selections_short") == 0
+            assert found.count("sparse_rows_exact") == 0
+            if selector == "adaptive":
+                assert found.count("hit_tokens", tier="ssd") > 0
+        finally:
+            found.engine.close()
