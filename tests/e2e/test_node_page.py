@@ -91,6 +91,25 @@ def test_contexts_on_nodes_give_the_tokens_of_stock(
         assert got[0].cached > 0
 
 
+def test_pages_of_contexts_on_nodes_are_chosen_by_codes(
+    nodes: Sequence[NodeProcess], models: dict[str, Path], stock: Stock, tmp_path: Path
+) -> None:
+    """Summaries come over the wire once; with a budget of everything no token is another."""
+    wanted = tokens(stock.answers("llama", SHORT))
+    state = tmp_path / "state"
+    chooses = {"selector": "codes", "sparse": {"exact_below": 0, "budget": 1.0}}
+    for life in range(2):
+        with engine(models["llama"], nodes[:2], state, **chooses) as here:
+            got = here.answers(SHORT)
+            assert tokens(got) == wanted
+            assert here.ssdkv("sparse_selections") > 0
+            assert here.ssdkv("sparse_rows_exact") == 0
+            here.settle()
+            if life:
+                assert got[0].cached > 0
+                assert here.ssdkv("sparse_bytes_fetched", pages="summary", tier="ssd") > 0
+
+
 def eventually(here: Engine, what: Callable[[], bool], seconds: float = 60.0) -> bool:
     """Check whether something becomes true; reports come with steps, mending with rest."""
     deadline = time.monotonic() + seconds
