@@ -69,6 +69,16 @@ def test_selectors_that_a_store_can_serve(
                 RequestOptions.of({"selector": name}, options)
 
 
+def test_a_request_has_its_own_budget_for_a_selector_of_ones_own() -> None:
+    """It cannot name the class, and need not."""
+    options = config("bounds").model_copy(update={"selector": "guests.passages:PassageSelector"})
+    asked = RequestOptions.of({"budget": 0.5}, options)
+    applied = asked.applied(options)
+    assert (applied.selector, applied.sparse.budget) == (options.selector, 0.5)
+    with pytest.raises(ConfigError, match="named in the engine's configuration only"):
+        RequestOptions.of({"selector": options.selector}, options)
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [

@@ -1,1 +1,1 @@
-"""Attention of page mode: kernels, exact attention over window and context, vLLM's backend."""
+"""Attention of page mode: exact over window and context, and over the pages that were chosen."""

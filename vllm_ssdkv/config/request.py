@@ -103,7 +103,7 @@ class RequestOptions(_Options):  # type: ignore[misc]  # its fields are those of
                 f"({config.window_tokens}), which counts in it"
             )
         possible = servable(config)
-        if selector not in possible:
+        if selector not in (*possible, config.selector):
             return (
                 f'selector: "{selector}" is not what this engine\'s store was made for; possible '
                 f"here: {', '.join(possible)}"

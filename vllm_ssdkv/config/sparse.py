@@ -341,9 +341,9 @@ class SparseConfig(ScoringConfig):
         int,
         Field(
             ge=0,
-            description="Memory of the GPU per worker for the summaries of `bounds`, `window` and "
-            "`spread`, which then need not cross PCIe for every token, nor take a part of "
-            "dram_gib. It is taken before vLLM measures what is left for its KV cache, and counts "
+            description="Memory of the GPU per worker for the summaries of `bounds`, `window`, "
+            "`spread` and `codes`, which then need not cross PCIe for every token, nor take a part "
+            "of dram_gib. It is taken before vLLM measures what is left for its KV cache, and counts "
             "in --gpu-memory-utilization. Summaries stay in DRAM where the GPU has no room for "
             "this, where it would hold those of fewer blocks than DRAM, and on a CPU. 0: DRAM.",
         ),
@@ -390,8 +390,8 @@ class SparseConfig(ScoringConfig):
         Field(
             ge=MIN_PART,
             description="Memory per worker for what selectors know of pages, a part of dram_gib. "
-            "Those of `bounds` and `spread` take 1/page_tokens of the KV that they stand for, the "
-            "channels of `sparf` half "
+            "Those of `bounds` and `spread` take 1/page_tokens of the KV that they stand for, "
+            "codes of 2 bits a thirteenth, the channels of `sparf` half "
             "of it, in int8 a quarter or an eighth; with `channel_pages` `hbm` this part is memory "
             "of the GPU, beside what vLLM takes. Requests for which there is no room attend to "
             "everything.",

@@ -1,1 +1,1 @@
-"""`ssdkv ls`, `info`, `rm`, `fsck`, `resume`, `quota`."""
+"""`ssdkv ls`, `inspect`, `rm`, `fsck`, `resume`, `quota`."""

@@ -53,7 +53,7 @@ class SelectorGroup:
         device: torch.device,
         near: NearSelector | None = None,
     ) -> SelectorGroup | None:
-        """As the options say, for queries on ``device``; None: by attending to everything. An
+        """As the options say, for queries on ``device``; None: by attending to everything. A
         device that is ``near`` chooses where the selector is `sparf`.
 
         Raises:

@@ -1,1 +1,1 @@
-"""Twins of devices that attend: noop, faulty, throttled."""
+"""Twins of devices that attend: faulty, throttled."""

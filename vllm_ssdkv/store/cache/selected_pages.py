@@ -74,8 +74,7 @@ class Asked:
         framed: Distinct pages that lie in frames.
         coming: Entries of those held that somebody else is reading.
         guessed: Entries of those held that :meth:`SelectedPageCache.prefetch` brought and nobody
-        asked for
-            before.
+            asked for before.
     """
 
     which: NDArray[np.int32]

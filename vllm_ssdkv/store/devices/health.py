@@ -145,7 +145,7 @@ class DeviceHealth:
 
     - A device that misses a deadline is out of use at once: every further request to it would cost
       the same wait. So is one whose reads have failed for :data:`CONDEMN_S`. Both are tried again
-      (:class:`~vllm_ssdkv.store.devices.device_prober.DeviceProber`), and come back.
+      (:class:`~vllm_ssdkv.store.io.device_prober.DeviceProber`), and come back.
     - Writes are judged apart. Where they fail for want of room they are paused at once, where they
       fail for another reason after :data:`CONDEMN_S`; the device is still read. They are tried
       again by the next block that is to be written, after a pause that doubles each time.

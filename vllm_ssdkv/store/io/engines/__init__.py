@@ -1,1 +1,1 @@
-"""I/O engines behind one protocol, and their noop, faulty and throttled twins."""
+"""I/O engines behind one protocol."""
