@@ -344,8 +344,8 @@ class SparseConfig(ScoringConfig):
             description="Memory of the GPU per worker for the summaries of `bounds`, `window`, "
             "`spread` and `codes`, which then need not cross PCIe for every token, nor take a part "
             "of dram_gib. It is taken before vLLM measures what is left for its KV cache, and "
-            "counts in --gpu-memory-utilization. Summaries stay in DRAM where the GPU has no room for "
-            "this, where it would hold those of fewer blocks than DRAM, and on a CPU. 0: DRAM.",
+            "counts in --gpu-memory-utilization. Summaries stay in DRAM where the GPU has no room "
+            "for this, where it would hold those of fewer blocks than DRAM, and on a CPU. 0: DRAM.",
         ),
         Allowed(SIZE_TEXT, is_size=True),
         BeforeValidator(parse_size),
