@@ -30,6 +30,7 @@ _IN_CONTEXT: Final = rate(ours("sparse_pages_in_context_total"))
 _FETCHED: Final = rate(ours("sparse_pages_fetched_total"))
 _SELECTED_SHARE: Final = share(_CHOSEN, _IN_CONTEXT)
 _MISSING_MASS: Final = share(rate(ours("sparse_missing_mass_total")), _LISTS)
+_SHORT: Final = share(rate(ours("sparse_selections_short_total")), _LISTS)
 _BYTES: Final = ours("sparse_bytes_fetched_total")
 _KEPT: Final = ours("sparse_bytes_kept_total")
 _IN_MEMORY: Final = share(
@@ -119,9 +120,11 @@ def _choice(board: Dashboard) -> None:
         graph(
             "Attention missed",
             "Mean over lists, by the selector's estimate. What counts is its change: a rise says "
-            "that the budget leaves out more of what these requests look at.",
+            "that the budget leaves out more of what these requests look at. And the share of "
+            "lists, of `adaptive`, that the budget ended before they had what `sparse.mass` asks.",
             "percentunit",
             (_MISSING_MASS, "missed"),
+            (_SHORT, "lists with less than asked"),
         ),
         graph(
             "Pages of a list",
