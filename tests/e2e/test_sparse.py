@@ -286,9 +286,10 @@ def test_summaries_in_memory_of_the_device(
 
 
 def test_codes_answer_where_needles_are_many(
-    devices: Callable[..., list[dict[str, Any]]], tmp_path: Path
+    recall: Recall, devices: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     """With a fixed budget, and with as much as the attention takes; both from one store."""
+    recall.engine.close()
     places, control = devices(2), tmp_path / "faults.json"
     tasks: tuple[Task, ...] = ("multikey", "chain", "single", "copy")
     questions = [ask(task, 3000, seed) for task in tasks for seed in (1, 2)]

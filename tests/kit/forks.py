@@ -17,9 +17,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from multiprocessing import context, forkserver
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import context, forkserver, reduction
 from pathlib import Path
+from typing import Any
 
 from tests.kit.alone import environment_with_tests
 
@@ -57,8 +58,23 @@ VARIABLES = {
 """Environment of the process that others are forked from: what is read at an import."""
 
 
+class _Descriptor:
+    """A descriptor that the process which is started has, too, under the number that it becomes."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __reduce__(self) -> tuple[Callable[[Any], int], tuple[object]]:
+        return _number_here, (reduction.DupFd(self._number),)
+
+
+def _number_here(held: Any) -> int:  # noqa: ANN401 - of multiprocessing
+    number: int = held.detach()
+    return number
+
+
 class ForkedProcess(context.ForkServerProcess):
-    """A process with the environment that this one has when it is started.
+    """A process with the environment and the output that this one has when it is started.
 
     It is killed when this process ends, and what it forks when it ends itself.
     """
@@ -67,11 +83,15 @@ class ForkedProcess(context.ForkServerProcess):
         """Fork it."""
         start_template()
         self._environment = dict(os.environ)
+        self._outputs: tuple[Any, Any] = (_Descriptor(1), _Descriptor(2))
         super().start()
 
     def run(self) -> None:
         """In the process: what it is for."""
         assert TEMPLATE in sys.modules
+        for descriptor, held in zip((1, 2), self._outputs, strict=True):
+            os.dup2(held, descriptor)
+            os.close(held)
         os.environ.clear()
         os.environ.update(self._environment)
         super().run()

@@ -7,7 +7,7 @@ import torch
 
 from tests.attention import test_sparse as native
 from tests.attention.test_sparse import Rows, make_rows, make_store
-from vllm_ssdkv.connector.worker import block_copy
+from vllm_ssdkv.connector.worker import paged_port
 from vllm_ssdkv.kernels.paged import TritonPageKernels
 from vllm_ssdkv.kernels.scoring import TritonScoringKernels
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
@@ -19,7 +19,7 @@ __all__ = ["make_rows", "make_store"]
 @pytest.fixture(autouse=True)
 def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """What sparse decode gets on a CUDA device, on CPU tensors; windows come natively."""
-    for module in (native, block_copy):
+    for module in (native, paged_port):
         monkeypatch.setattr(module, "select_page_kernels", TritonPageKernels)
     cpu = torch.device("cpu")
     monkeypatch.setattr(native, "CpuScoringKernels", lambda: TritonScoringKernels(cpu))
