@@ -133,7 +133,7 @@ SELECTORS.register("passages", "{SELECTOR}")
 config = SSDKVConfig.from_extra_config({{"mode": "page", "selector": "adaptive"}})
 assert servable(config)[-1] == "passages"
 asked = RequestOptions.of({{"selector": "passages"}}, config).applied(config)
-assert asked.selector == "passages" and asked.scorer == "sparf" and asked.choice != config.choice
+assert asked.selector == "passages" and asked.scorer == "codes" and asked.choice != config.choice
 """
     path = os.pathsep.join([str(GUESTS), os.environ.get("PYTHONPATH", "")])
     ended = subprocess.run(
