@@ -198,7 +198,7 @@ class SparseConfig(ScoringConfig):
             "covers with as few pages as it takes, within `floor` and `budget`.",
         ),
         Reason(
-            "0.9 of it is enough for most answers; for single words in a long text take 0.95, "
+            "0.9: chosen before `codes` were there. For single words in a long text take 0.95, "
             "which answered what exact attention answers from a tenth of the pages "
             "(docs/accuracy.md). The estimate by `codes` is true, that by `sparf` too high; with "
             "`bounds` pages that do not matter look as if they did."
