@@ -21,7 +21,7 @@ ROUNDING = tl.constexpr(1.5 * 2**23)
 """Adding it to a float32 rounds to a whole number, to the even one of two."""
 TILE_TOKENS = 256
 LEAST_DOT = tl.constexpr(16)
-"""Of every dimension of a product on tensor cores."""
+"""Least size of every dimension of a product on tensor cores."""
 
 
 @functools.cache

@@ -288,7 +288,7 @@ def test_summaries_in_memory_of_the_device(
 def test_codes_answer_where_needles_are_many(
     recall: Recall, devices: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    """With a fixed budget, and with as much as the attention takes; both from one store."""
+    """Selectors `codes` and `adaptive` answer every task, from one store."""
     recall.engine.close()
     places, control = devices(2), tmp_path / "faults.json"
     tasks: tuple[Task, ...] = ("multikey", "chain", "single", "copy")

@@ -22,20 +22,11 @@ from vllm_ssdkv.kernels.operands.block_layout import DTYPES, BlockLayout
 from vllm_ssdkv.kernels.operands.token_order import TokenOrder
 from vllm_ssdkv.kernels.paged import CpuPageKernels, PageKernels
 from vllm_ssdkv.profiling.dense_oracle import write_block
-from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.format.slot_geometry import PAGE_RECORDS, SlotGeometry
 from vllm_ssdkv.store.memory.summary_rows import with_summaries
 
 FILL = 0xA5
-KINDS = (
-    "bounds",
-    "spread",
-    "spread_with_values",
-    "codes_1",
-    "codes_2",
-    "codes_4",
-    "channels",
-    "int8",
-)
+KINDS = (*PAGE_RECORDS, "channels", "int8")
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Int64s: TypeAlias = NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""What codes of K mean (``docs/format.md``), in float64, one key at a time."""
+"""Meaning of codes of K (``docs/format.md``), in float64, one key at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEVELS = {
     2: (0.4527800, 1.5104176),
     4: (0.1283950, 0.3880483, 0.6567591, 0.9423405, 1.2562312, 1.6180464, 2.0690172, 2.7326356),
 }
-"""Those above 0."""
+"""Levels above 0, by bits."""
 
 _MASK = (1 << 64) - 1
 

@@ -22,7 +22,7 @@ from vllm_ssdkv.profiling.dense_oracle import write_block
 from vllm_ssdkv.sparse.protocol import ContextSummaries, Selection
 
 CODE_BITS = 2
-"""Of the codes that contexts have."""
+"""Bits of a number in the codes that contexts have."""
 
 
 @dataclass

@@ -55,7 +55,7 @@ class Coded:
         return ContextSummaries(self.layout, one(0), one(len(places)), one(1), codes_base=places)
 
     def logits(self, query: torch.Tensor, scale: float) -> NDArray[np.float32]:
-        """Of pages, [q_heads, pages]."""
+        """Logits of pages, [q_heads, pages]."""
         kernels = CpuScoringKernels(2)
         found, _ = kernels.code_logits(query[None], self.context(), scale, self.bits)
         return found.reshape(len(query), -1)
@@ -185,7 +185,7 @@ def test_records_are_the_oracles_whatever_the_instruction_set(
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("size", [32, 64, 80, 96, 128, 256])
 def test_the_error_of_a_logit(size: int, bits: int) -> None:
-    """Of normal keys around their mean, tables included."""
+    """Keys are normal numbers around their mean; the tables' error counts."""
     layout = BlockLayout.unpadded(128, 1, 1, size, torch.float32)
     keys = torch.randn((8, 128, 1, size), generator=torch.Generator().manual_seed(size))
     query = torch.randn((16, size), generator=torch.Generator().manual_seed(bits))
@@ -354,7 +354,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 @pytest.mark.parametrize("mass", [0.9, 0.95, 0.99])
 def test_adaptive_covers_the_mass_that_it_is_asked_for(mass: float) -> None:
-    """By its estimate and in truth, mean over heads and queries; some keys stand out.
+    """Estimate and truth agree, in the mean over heads and queries; some keys stand out.
 
     Logits vary by 1.2, as around the means of pages in models. Where they vary by 2.5, it counts
     that pages are chosen which were overrated: asked for .9 it covers .85.

@@ -103,4 +103,4 @@ NODE_SERVER_METRICS: Final[tuple[Metric, ...]] = (
         "Pins that were undone because their session ended.",
     ),
 )
-"""Of the node's process, not of an engine's."""
+"""Metrics of the node's process, not of an engine's."""

@@ -88,7 +88,7 @@ _OF_A_STORE: Final = (
 """Options of a store, which a node has in place of its engines."""
 
 _OF_DRIVES: Final = tuple(name for name in _OF_A_STORE if name not in {"dram_gib", "admission"})
-"""Those of them that are of drives."""
+"""Options of drives among them."""
 
 _CHANGE_NO_CHOICE: Final = frozenset(
     {"channel_pages", "exact_below", "hbm_pages", "hbm_summaries", "page_cache", "page_policy"}
@@ -105,11 +105,6 @@ SPARSE_WINDOW: Final = 256
 
 
 _PAGE: Final = Condition(lambda config, _: config.mode == "page", 'mode is "page"')
-_CHOOSES: Final = Condition(
-    lambda config, _: config.selector != "exact",
-    'mode is "page" and selector "bounds", "spread", "codes", "sparf", "adaptive", "swarm" or '
-    '"window"',
-)
 _MAY_COMPUTE: Final = Condition(
     lambda config, _: config.mode == "reuse" or config.load == "always",
     'mode is "reuse": page mode always loads',

@@ -69,8 +69,8 @@ class ScoringConfig(OptionModel):
             "does."
         ),
         Reason(
-            "codes: what `adaptive` estimates by it is so; by the others it stops before it has "
-            "found what the query looks for (docs/accuracy.md). It takes as little memory as "
+            "codes: what `adaptive` estimates by it is so; by `sparf` it stops before it has found "
+            "what the query looks for (docs/accuracy.md). It takes about as little memory as "
             "`bounds` and `spread`."
         ),
         _TAKES_A_SCORER,
@@ -82,8 +82,8 @@ class ScoringConfig(OptionModel):
             "cannot be used with another."
         ),
         Reason(
-            "2: pages are chosen as well as by K itself, from a thirteenth of the KV; 1 bit takes "
-            "half of that and chooses less well, 4 bits gain nothing (docs/accuracy.md)."
+            "2: it answers what exact attention answers, from a thirteenth of the KV "
+            "(docs/accuracy.md). 1 bit takes about half of that, 4 bits take twice as much."
         ),
         _SCORES_CODES,
     ] = 2

@@ -80,8 +80,7 @@ class AdaptiveSelector:
         """Sinks, then pages by score; ``mass`` says how far they got."""
         scores = self.scorer.score(query, context, scale, window_lse)
         most = page_budget(self.budget, context)
-        tokens = np.floor(context.context_tokens * self.floor)
-        least = (tokens // context.layout.page_tokens).astype(np.int32)
+        pages = context.context_tokens * self.floor // context.layout.page_tokens
         sinks = -(-self.sink_tokens // context.layout.page_tokens)
-        chosen = self.kernels.choose(scores, np.minimum(least, most), most, sinks, self.p)
+        chosen = self.kernels.choose(scores, pages.astype(np.int32), most, sinks, self.p)
         return replace(self.scorer.complete(chosen, scores, context), wanted=self.p)

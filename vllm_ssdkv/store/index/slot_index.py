@@ -103,7 +103,7 @@ class SlotIndex:
     """
 
     node_replicas = 1
-    """Of the protocol ``TierIndex``."""
+    """Attribute of the protocol ``TierIndex``."""
 
     def __init__(self, num_slots: int, journal: Journal | None, *, open_number: int = 0) -> None:
         """Recover from what the journal said when it was opened.

@@ -35,9 +35,6 @@ inline Wide operator-(const Wide& a, const Wide& b) {
 inline Wide operator*(const Wide& a, const Wide& b) {
   return each([&](int i) { return a.part[i] * b.part[i]; });
 }
-inline Wide operator/(const Wide& a, const Wide& b) {
-  return each([&](int i) { return a.part[i] / b.part[i]; });
-}
 inline Wide all(float x) {
   return each([&](int) { return splat(x); });
 }
