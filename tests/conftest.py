@@ -26,6 +26,10 @@ __all__ = [
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 
+# A child that starts in the checkout imports what is installed, not the sources that lie beside it
+# (`python -c` looks in its directory first), so that a wheel is tested where a wheel is installed.
+os.environ["PYTHONSAFEPATH"] = "1"
+
 # What vLLM finds out about its models' classes, it need not find out again, in a process of ten
 # seconds, for each test that has a cache directory of its own.
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

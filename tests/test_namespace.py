@@ -28,7 +28,8 @@ def probe(
     cwd: Path, bare: list[str], nested: list[str], interpreter: str = sys.executable
 ) -> dict[str, list[str] | str]:
     """Findings of a fresh interpreter in `cwd`; no PYTHONPATH, so only what is installed."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    paths = ("PYTHONPATH", "PYTHONSAFEPATH")
+    environment = {key: value for key, value in os.environ.items() if key not in paths}
     ended = subprocess.run(
         [interpreter, "-c", PROBE, json.dumps([bare, nested])],
         cwd=cwd,
