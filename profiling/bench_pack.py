@@ -1,7 +1,7 @@
 """Cost of bringing completed blocks from HBM to frames, with what selectors need and without.
 
 Blocks of all layers are packed into frames as the end of a step does it: pages alone (``exact``),
-with their bounds, with mean and variance, with channel-major K, with that in int8; ``keys`` puts
+with their bounds, with mean and variance, with channel-major K; ``keys`` puts
 tokens with alike K into one page. Medians of ``--repeat`` runs, in turns, so that a noisy machine
 disturbs all alike; each is told as a multiple of ``exact`` in the same run.
 ``tails`` are made again from frames, on one thread, as the writer does it for the devices.
@@ -70,7 +70,6 @@ def geometries(shape: Shape) -> dict[str, SlotGeometry]:
         "bounds": with_summaries(pages, shape.page_tokens, channels=False),
         "spread": with_summaries(pages, shape.page_tokens, channels=False, record="spread"),
         "channels": with_summaries(pages, shape.page_tokens, channels=True),
-        "int8 channels": with_summaries(pages, shape.page_tokens, channels=True, scaled_from=2),
     }
 
 

@@ -90,7 +90,7 @@ def check_ragged(
     there = native.moved(device, pinned=pinned)
     host, here = CpuPageKernels(), TritonPageKernels(device)
     wanted, found = BlockSummaries.of(native, host), BlockSummaries.of(there, here)
-    for name in ("bounds", "channels", "value_sum", "scaled", "scales"):
+    for name in ("bounds", "channels", "value_sum"):
         if not torch.equal(getattr(found, name).cpu(), getattr(wanted, name)):
             raise CheckError(f"summarize, {name}: other bytes than the native kernel's")
     _check_spread("summarize, spread", found.spread.cpu(), wanted.spread, layout.dtype)
@@ -130,11 +130,11 @@ def _check_spread(name: str, got: torch.Tensor, want: torch.Tensor, dtype: torch
 def _check_scores(
     native: RaggedProblem, wanted: BlockSummaries, there: RaggedProblem, found: BlockSummaries
 ) -> None:
-    """``channel_logits`` of channels as they are, in int8 and asked for; scores and cover."""
+    """``channel_logits`` of channels as they are and asked for; scores and cover."""
     layout, heads = native.layout, native.query.shape[1]
     channels = max(1, layout.head_size // 8)
     host, here = CpuScoringKernels(), TritonScoringKernels(there.query.device)
-    for kind in ("summaries", "scaled", "asked"):
+    for kind in ("summaries", "asked"):
         contexts: list[ContextSummaries] = [
             getattr(native, kind)(wanted),
             getattr(there, kind)(found),
@@ -211,7 +211,7 @@ def _check_choice(
 
 
 def check_packing(device: torch.device, model: Model) -> None:
-    """``pack_summarized`` of bounds, spread, channels and int8 gives the native kernels' bytes.
+    """``pack_summarized`` of bounds, spread and channels gives the native kernels' bytes.
 
     Into pinned memory: a slot's tail is made by the host.
     """
@@ -221,12 +221,11 @@ def check_packing(device: torch.device, model: Model) -> None:
     shape = (layers, blocks + 2, layout.block_bytes // layout.dtype.itemsize)
     kv = torch.randn(shape, generator=random).to(layout.dtype)
     ids = np.array([4, 1, 5, 0])
-    for kind in ("bounds", "spread", "channels", "int8"):
+    for kind in ("bounds", "spread", "channels"):
         geometry = with_summaries(
             plain,
             layout.page_tokens,
-            channels=kind in ("channels", "int8"),
-            scaled_from=layout.dtype.itemsize if kind == "int8" else 0,
+            channels=kind == "channels",
             record="spread" if kind == "spread" else "bounds",
         )
         results = []

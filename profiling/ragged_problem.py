@@ -34,17 +34,12 @@ class RowSize:
 
 @dataclass(frozen=True, slots=True)
 class BlockSummaries:
-    """Summaries of B blocks by ``PageKernels.summarize``, uint8 [B, bytes], in the memory of these.
-
-    ``scaled`` are channels in int8, with ``scales``.
-    """
+    """Summaries of B blocks by ``PageKernels.summarize``, uint8 [B, bytes], in these' memory."""
 
     bounds: torch.Tensor
     spread: torch.Tensor
     channels: torch.Tensor
     value_sum: torch.Tensor
-    scaled: torch.Tensor
-    scales: torch.Tensor
     codes: torch.Tensor
 
     @classmethod
@@ -58,8 +53,6 @@ class BlockSummaries:
             problem.memory_like(2 * layout.groups * each * item),
             problem.memory_like(layout.block_tokens * each * item),
             problem.memory_like(4 * each),
-            problem.memory_like(layout.block_tokens * each),
-            problem.memory_like(2 * each * item),
             problem.memory_like(layout.kv_heads * _kernels.code_bytes(layout.shape, CODE_BITS)),
         )
         source = addresses(problem.context)
@@ -70,9 +63,6 @@ class BlockSummaries:
             spread=addresses(made.spread),
             channels=addresses(made.channels),
             value_sum=addresses(made.value_sum),
-        )
-        kernels.summarize(
-            source, layout, channels=addresses(made.scaled), scales=addresses(made.scales)
         )
         kernels.encode(source, layout, addresses(made.codes), CODE_BITS)
         wait_for(kernels.device)
@@ -164,14 +154,6 @@ class RaggedProblem:
             window_base=addresses(self.window),
             window_begin=np.concatenate([np.zeros(1, np.int32), window_ends[:-1]]),
             window_end=window_ends,
-        )
-
-    def scaled(self, held: BlockSummaries) -> ContextSummaries:
-        """The same with channels in int8."""
-        return replace(
-            self.summaries(held),
-            channel_base=addresses(held.scaled),
-            channel_scales=addresses(held.scales),
         )
 
     def asked(self, held: BlockSummaries) -> ContextSummaries:

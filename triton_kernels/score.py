@@ -71,7 +71,6 @@ def _channels_kernel(
     window_begin_ptr: torch.Tensor,
     window_tokens_ptr: torch.Tensor,
     window_ptr: torch.Tensor,
-    scales_ptr: torch.Tensor,
     logits_ptr: torch.Tensor,
     count: int,
     columns: int,
@@ -84,8 +83,6 @@ def _channels_kernel(
     BLOCK_G: tl.constexpr,
     TILE: tl.constexpr,
     PICKED: tl.constexpr,
-    SCALED: tl.constexpr,
-    SCALE_STEP: tl.constexpr,
     KV: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
@@ -112,10 +109,6 @@ def _channels_kernel(
     key_at = tl.where(in_context, base, window).to(tl.pointer_type(KV)) + at
     step = tl.where(in_context, BLOCK_TOKENS, 1)
     there = in_context | in_window
-    if SCALED:
-        whole_at = base.to(tl.pointer_type(tl.int8)) + at
-        scale_at = tl.load(scales_ptr + begin + token // BLOCK_TOKENS, mask=in_context, other=0)
-        scale_at = scale_at.to(tl.pointer_type(tl.float32)) + head * SCALE_STEP
     g = tl.arange(0, BLOCK_G)
     list_at = (row * KV_HEADS + head).to(tl.int64)
     query_head = list_at * GROUP + g
@@ -123,13 +116,7 @@ def _channels_kernel(
     for c in range(count):
         channel = tl.load(channel_ptr + list_at * count + c)
         place = tl.where(in_context, c, channel) if PICKED else channel
-        if SCALED:
-            key = tl.load(key_at + place * step, mask=in_window, other=0.0).to(tl.float32)
-            whole = tl.load(whole_at + place * step, mask=in_context, other=0).to(tl.float32)
-            scale = tl.load(scale_at + channel, mask=in_context, other=0.0)
-            key = tl.where(in_context, whole * scale, key)
-        else:
-            key = tl.load(key_at + place * step, mask=there, other=0.0).to(tl.float32)
+        key = tl.load(key_at + place * step, mask=there, other=0.0).to(tl.float32)
         q = tl.load(q_ptr + query_head * count + c, mask=g < GROUP, other=0.0)
         logits += q[:, None] * key[None, :]
     logits = tl.where(there[None, :], logits, float("-inf"))
@@ -212,20 +199,17 @@ def _page_logits(
 
 
 def choose_channels(
-    query: torch.Tensor, layout: BlockLayout, channels: int, scale: float, together: int = 1
+    query: torch.Tensor, layout: BlockLayout, channels: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """SparQ's channels int32 ``[R, Hkv, r]`` and their scaled queries float32 ``[R, Hq, r]``.
 
-    ``r`` is ``channels``, or the head size if that is less; ``together`` as in
-    ``ScoringKernels.channel_logits``. Runs in torch; nothing is read back.
+    ``r`` is ``channels``, or the head size if that is less. Runs in torch; nothing is read back.
     """
     rows, heads, size = query.shape
     grouped = query.float().view(rows, layout.kv_heads, -1, size)
     magnitude = grouped.abs()
-    sums = magnitude.sum(2).view(rows, layout.kv_heads, size // together, together).sum(3)
-    order = torch.sort(sums, dim=2, descending=True, stable=True).indices
-    first = order[..., : min(channels, size) // together].sort(2).values * together
-    chosen = (first[..., None] + torch.arange(together, device=query.device)).flatten(2)
+    order = torch.sort(magnitude.sum(2), dim=2, descending=True, stable=True).indices
+    chosen = order[..., : min(channels, size)].sort(2).values
     index = chosen[:, :, None].expand(-1, -1, grouped.shape[2], -1)
     part = magnitude.gather(3, index).sum(3)
     correction = torch.where(part > 0, magnitude.sum(3) / part, 1.0).sqrt()
@@ -242,7 +226,6 @@ def channel_logits(
     window_begin: torch.Tensor,
     window_tokens: torch.Tensor,
     window: torch.Tensor,
-    scales: torch.Tensor | None = None,
     *,
     layout: BlockLayout,
     picked: bool,
@@ -254,8 +237,7 @@ def channel_logits(
     of channel-major K ``[kv_heads, head_size, block_tokens]``, or if it is ``picked`` only the
     chosen channels, ``[kv_heads, r, block_tokens]``; and the window's token-major blocks, laid out
     by ``layout``: row r's begin at ``window_begin[r]`` (int32 ``[R]``) of ``window`` (absolute
-    addresses, int64) and hold ``window_tokens[r]`` (int32) tokens. With ``scales`` (as ``base``)
-    channel-major K is int8, see ``ContextSummaries.channel_scales``.
+    addresses, int64) and hold ``window_tokens[r]`` (int32) tokens.
     """
     rows, heads, count = reduced.shape
     _check_rows(reduced, row_begin, row_end, window_begin, window_tokens)
@@ -281,7 +263,6 @@ def channel_logits(
             window_begin,
             window_tokens,
             window,
-            base if scales is None else scales,
             logits,
             count,
             max_tokens,
@@ -294,8 +275,6 @@ def channel_logits(
             BLOCK_G=padded(group),
             TILE=TILE_TOKENS,
             PICKED=picked,
-            SCALED=scales is not None,
-            SCALE_STEP=layout.head_size * layout.dtype.itemsize // 2,
             KV=TL_DTYPES[layout.dtype],
             num_warps=4,
         )

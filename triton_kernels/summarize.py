@@ -10,9 +10,6 @@ import triton.language as tl
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.triton_kernels.launch import TL_DTYPES, jit, on_device_of, padded, require
 
-ROUNDING = tl.constexpr(1.5 * 2**23)
-"""Adding it to a float32 rounds to a whole number, to the even one of two."""
-
 
 @jit
 def _summarize_kernel(
@@ -20,7 +17,6 @@ def _summarize_kernel(
     bounds_ptr: torch.Tensor,
     spread_ptr: torch.Tensor,
     channels_ptr: torch.Tensor,
-    scales_ptr: torch.Tensor,
     value_sum_ptr: torch.Tensor,
     GROUPS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
@@ -33,8 +29,6 @@ def _summarize_kernel(
     SPREAD: tl.constexpr,
     LARGEST: tl.constexpr,
     CHANNELS: tl.constexpr,
-    SCALED: tl.constexpr,
-    SCALE_STEP: tl.constexpr,
     VALUE_SUM: tl.constexpr,
     KV: tl.constexpr,
 ) -> None:
@@ -47,18 +41,6 @@ def _summarize_kernel(
     token = tl.arange(0, BLOCK_T)
     there = (token < PAGE_TOKENS)[:, None] & in_head[None, :]
     total = tl.zeros([BLOCK_D], tl.float32)
-    step = tl.zeros([BLOCK_D], tl.float32)
-    if SCALED:
-        # See ``scaled_channels``.
-        most = tl.zeros([BLOCK_D], tl.float32)
-        for group in range(GROUPS):
-            page = source + group * PAGE_STRIDE
-            key = tl.load(page + token[:, None] * HEAD_SIZE + channel[None, :], mask=there, other=0)
-            x = tl.abs(key.to(tl.float32))
-            most = tl.maximum(most, tl.max(tl.where(x < float("inf"), x, float("inf")), 0))
-        step = tl.where(most < float("inf"), tl.div_rn(most, 127.0), float("nan"))
-        scales = tl.load(scales_ptr + block).to(tl.pointer_type(tl.float32))
-        tl.store(scales + head * SCALE_STEP + channel, step, mask=in_head)
     for group in range(GROUPS):
         page = source + group * PAGE_STRIDE
         if BOUNDS or CHANNELS:
@@ -96,15 +78,8 @@ def _summarize_kernel(
         if CHANNELS:
             at = channel[None, :] * (GROUPS * PAGE_TOKENS) + token[:, None]
             at += head * (HEAD_SIZE * GROUPS * PAGE_TOKENS) + group * PAGE_TOKENS
-            base = tl.load(channels_ptr + block)
-            if SCALED:
-                varied = (step > 0)[None, :]
-                steps = tl.div_rn(key.to(tl.float32), tl.where(varied, step[None, :], 1.0))
-                steps = (steps + ROUNDING) - ROUNDING
-                steps = tl.where(varied, tl.minimum(tl.maximum(steps, -127.0), 127.0), 0.0)
-                tl.store(base.to(tl.pointer_type(tl.int8)) + at, steps.to(tl.int8), mask=there)
-            else:
-                tl.store(base.to(tl.pointer_type(KV)) + at, key, mask=there)
+            base = tl.load(channels_ptr + block).to(tl.pointer_type(KV))
+            tl.store(base + at, key, mask=there)
         if VALUE_SUM:
             # One after the other: the sum has the bits of any other way of adding token by token.
             for t in range(PAGE_TOKENS):
@@ -122,7 +97,6 @@ def summarize(
     bounds: torch.Tensor | None = None,
     spread: torch.Tensor | None = None,
     channels: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
     value_sum: torch.Tensor | None = None,
 ) -> None:
     """Summaries of n complete blocks of one layer: ``PageKernels.summarize``.
@@ -136,7 +110,6 @@ def summarize(
         ("bounds", bounds),
         ("spread", spread),
         ("channels", channels),
-        ("scales", scales),
         ("value_sum", value_sum),
     ):
         require(
@@ -149,7 +122,6 @@ def summarize(
             ),
             f"{name} must be contiguous int64 [{len(source)}] on {source.device}",
         )
-    require(channels is not None or scales is None, "scales are of channels")
     if not len(source):
         return
     with on_device_of(source):
@@ -158,7 +130,6 @@ def summarize(
             source if bounds is None else bounds,
             source if spread is None else spread,
             source if channels is None else channels,
-            source if scales is None else scales,
             source if value_sum is None else value_sum,
             GROUPS=layout.groups,
             PAGE_TOKENS=layout.page_tokens,
@@ -171,8 +142,6 @@ def summarize(
             SPREAD=spread is not None,
             LARGEST=torch.finfo(layout.dtype).max,
             CHANNELS=channels is not None,
-            SCALED=scales is not None,
-            SCALE_STEP=layout.head_size * layout.dtype.itemsize // 2,
             VALUE_SUM=value_sum is not None,
             KV=TL_DTYPES[layout.dtype],
             num_warps=4,

@@ -189,7 +189,6 @@ def summarize(
     bounds: NDArray[numpy.uint64] | None,
     spread: NDArray[numpy.uint64] | None,
     channels: NDArray[numpy.uint64] | None,
-    scales: NDArray[numpy.uint64] | None,
     value_sum: NDArray[numpy.uint64] | None,
     threads: int,
 ) -> None:
@@ -212,7 +211,7 @@ class SlotTails:
 
     Pages are ``page_bytes`` apart. A tail has ``summary_pages``, then ``channel_pages`` of each layer.
     Without channel pages summaries are bounds, or ``spread``, behind which may be the sums of V
-    (``value_sums``), or codes of ``code_bits``, if not 0; ``scaled`` channels are int8.
+    (``value_sums``), or codes of ``code_bits``, if not 0.
     """
 
     def __init__(
@@ -222,7 +221,6 @@ class SlotTails:
         page_bytes: int,
         summary_pages: int,
         channel_pages: int,
-        scaled: bool,
         spread: bool,
         value_sums: bool,
         code_bits: int,
@@ -326,7 +324,6 @@ def choose_channels(
     kv_heads: int,
     channels: NDArray[numpy.int32],
     reduced: NDArray[numpy.float32],
-    together: int,
 ) -> None:
     """SparQ's channels and the scaled queries of them."""
 
@@ -335,7 +332,6 @@ def channel_logits(
     reduced: NDArray[numpy.float32],
     contexts: Contexts,
     base: NDArray[numpy.uint64],
-    scales: NDArray[numpy.uint64] | None,
     window_begin: NDArray[numpy.int32],
     window_end: NDArray[numpy.int32],
     window: NDArray[numpy.uint64],

@@ -167,8 +167,7 @@ def groups(scale: Scale) -> list[Group]:
     note = ", pages kept in HBM"
     cases = BY_BOUNDS[1:2]
     found.append(Group("dram", "bounds", context, requests, layers, cases, note, (hot,)))
-    note, held = ", pages and channels kept in HBM", ("channel_pages", "hbm")
-    found.append(Group("dram", "sparf", context, requests, layers, BY_CHANNELS, note, (hot, held)))
+    found.append(Group("dram", "sparf", context, requests, layers, BY_CHANNELS, note, (hot,)))
     for context, requests in scale.contexts[1:]:
         found.append(Group("dram", "sparf", context, requests, layers, BY_CHANNELS))
     context, requests = scale.part

@@ -20,7 +20,7 @@ from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.config.io_engine import EngineKind, EngineOptions
 from vllm_ssdkv.connector.worker.block_copy import BlockPort, OpaquePort
-from vllm_ssdkv.connector.worker.device_memory import channel_memory, hot_memory
+from vllm_ssdkv.connector.worker.device_memory import hot_memory
 from vllm_ssdkv.connector.worker.paged_port import PagedPort
 from vllm_ssdkv.connector.worker.pinning import pin_arena, unpin_arena
 from vllm_ssdkv.connector.worker.step_timer import StepTimer
@@ -70,7 +70,7 @@ def _cases(
         opaque = partial(_opaque, together=together, **of_blocks)
         yield f"blocks as they lie, layers {lies}", opaque
     for dtype in _DTYPES[:1] if small else _DTYPES:
-        for kind in ("none", "bounds", "channels", "int8"):
+        for kind in ("none", "bounds", "channels"):
             name = f"pages of {str(dtype).removeprefix('torch.')}, summaries: {kind}"
             yield f"blocks in {name}", partial(_paged, dtype=dtype, kind=kind, **of_blocks)
     fence = partial(_fence, device=device, rounds=3 if small else 60)
@@ -83,11 +83,10 @@ def _cases(
         nbytes = (16 if small else 2048) * MIB
         disk = partial(_disk, kind=engine, nbytes=nbytes, **of_store)
         yield f"reads of the disk, {engine}", disk
-        store = partial(_whole_store, engine=engine, channels=None, small=small, **of_store)
+        store = partial(_whole_store, engine=engine, channels=False, small=small, **of_store)
         yield f"store with bounds and pages in HBM, {engine}", store
-    for channels in ("dram", "hbm"):
-        store = partial(_whole_store, engine="auto", channels=channels, small=small, **of_store)
-        yield f"store with channels in {channels.upper()}", store
+    store = partial(_whole_store, engine="auto", channels=True, small=small, **of_store)
+    yield "store with channels in DRAM", store
 
 
 @contextmanager
@@ -217,12 +216,7 @@ def _geometry(layout: BlockLayout, layers: int, kind: str) -> SlotGeometry:
     plain = SlotGeometry("paged", layers, layout.kv_heads, layout.groups, layout.page_payload_bytes)
     if kind == "none":
         return plain
-    return with_summaries(
-        plain,
-        layout.page_tokens,
-        channels=kind != "bounds",
-        scaled_from=layout.dtype.itemsize if kind == "int8" else 0,
-    )
+    return with_summaries(plain, layout.page_tokens, channels=kind == "channels")
 
 
 def _fence(case: Case, device: torch.device, rounds: int) -> None:
@@ -433,7 +427,7 @@ def _whole_store(
     device: torch.device,
     folder: Path,
     engine: EngineKind,
-    channels: str | None,
+    channels: bool,
     *,
     small: bool,
 ) -> None:
@@ -445,10 +439,7 @@ def _whole_store(
     rig = PagedRig(place, layout, layers, blocks, device, engine=engine, channels=channels)
     try:
         case.figure("engine", rig.engine)
-        if channels == "hbm":
-            places = rig.store.device_places
-            rig.store.keep_on_device(channel_memory(places, layout, rig.geometry, device))
-        if channels is None:
+        if not channels:
             pages = blocks * rig.geometry.kv_pages // 4
             nbytes = pages * rig.geometry.page_bytes
             rig.store.keep_hot_pages(hot_memory(nbytes, layout, rig.geometry, device))
@@ -466,10 +457,10 @@ def _whole_store(
             raise BenchError("what was in DRAM was read again")
         _compare_blocks(rig, "from DRAM")
         rig.forget()
-        if channels is None:
-            _choose_pages(case, rig)
+        if channels:
+            _look_at_channels(rig)
         else:
-            _look_at_channels(rig, on_device=channels == "hbm")
+            _choose_pages(case, rig)
     finally:
         rig.close()
 
@@ -511,12 +502,12 @@ def _choose_pages(case: Case, rig: PagedRig) -> None:
         raise BenchError("no page was found in the device's memory")
 
 
-def _look_at_channels(rig: PagedRig, *, on_device: bool) -> None:
+def _look_at_channels(rig: PagedRig) -> None:
     """Channel-major K of every block, where selectors look for it."""
     layout = rig.layout
     chosen = rig.store.choose([rig.slots], [0])
     try:
-        if chosen.left_out or chosen.channels_on_device != on_device:
+        if chosen.left_out or not chosen.holds_channels:
             raise BenchError("channels are not where they were asked for")
         shape = layout.kv_heads, layout.groups, 2, layout.page_tokens, layout.head_size
         size = layout.kv_heads * layout.head_size * layout.block_tokens * layout.dtype.itemsize

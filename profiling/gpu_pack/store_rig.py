@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -54,27 +54,25 @@ class PagedRig(StoreRig):
         device: torch.device,
         *,
         engine: EngineKind = "auto",
-        channels: str | None = None,
+        channels: bool = False,
         seed: int = 1,
     ):
-        """``channels``: where channel pages are kept ("dram", "hbm"); None: slots have bounds."""
+        """``channels``: slots have channel pages, else bounds."""
         self.device, self.layout = device, layout
         plain = SlotGeometry(
             "paged", layers, layout.kv_heads, layout.groups, layout.page_payload_bytes
         )
-        geometry = with_summaries(plain, layout.page_tokens, channels=channels is not None)
+        geometry = with_summaries(plain, layout.page_tokens, channels=channels)
         slot = geometry.slot_bytes
         capacity = max((blocks + 16) * slot * 2, 32 * MIB)
-        sparse: dict[str, Any] = {} if channels is None else {"channel_pages": channels}
         config = SSDKVConfig.from_extra_config(
             {
                 "mode": "page",
-                "selector": "bounds" if channels is None else "sparf",
+                "selector": "sparf" if channels else "bounds",
                 "page_tokens": layout.page_tokens,
                 "devices": [{"path": str(directory), "capacity": capacity}],
                 "state_dir": str(directory),
                 "dram_gib": f"{max(6 * blocks * slot, 256 * MIB)} B",
-                "sparse": sparse,
                 "io": {"engine": engine},
             }
         )

@@ -35,13 +35,11 @@ CONTEXT = 8192
 SCALE = HEAD_SIZE**-0.5
 
 
-def shares(
-    make_store: MakeStore, block: int, page: int, group: int, *, int8: bool, ssd: bool
-) -> tuple[float, float]:
+def shares(make_store: MakeStore, block: int, page: int, *, ssd: bool) -> tuple[float, float]:
     """Of all that is read, and of what is read from SSD, for blocks and pages of so many tokens."""
     layout = BlockLayout.unpadded(block, page, HEADS, HEAD_SIZE, torch.float16)
     plain = SlotGeometry("paged", 1, HEADS, block // page, 4 * page * HEAD_SIZE)
-    geometry = with_summaries(plain, page, channels=True, scaled_from=2 if int8 else 0)
+    geometry = with_summaries(plain, page, channels=True)
     slots = np.arange(CONTEXT // block)
     count = len(slots)
     rig = make_store(
@@ -76,9 +74,7 @@ def shares(
     state = PartialState.empty(1, QUERY_HEADS, HEAD_SIZE, CPU)
     source = BlockSource.of_cache(cache, batch.window_ids, batch.window_position)
     select_kernels(CPU).attend(query, state, batch.window, source, layout=layout, scale=SCALE)
-    selector = SparfSelector(
-        Budget(share=0.125), CHANNELS, "page", 0, CpuScoringKernels(), channel_group=group
-    )
+    selector = SparfSelector(Budget(share=0.125), CHANNELS, "page", 0, CpuScoringKernels())
     chosen = rig.store.choose([slots], [0])
     decode = SparseDecode({0: selector}, chosen, layout, [0], RunningMeanV(1, layout), ["r"])
     kernels, clock = select_page_kernels(CPU), AttentionClock()
@@ -89,7 +85,7 @@ def shares(
     assert chosen.poisoned == set()
     assert chosen.fetched.cache == chosen.fetched_channels.cache == 0
     pages = chosen.fetched.ssd + chosen.fetched_channels.ssd
-    in_dram = decode.counts.scale_bytes + (0 if ssd else decode.counts.channel_bytes)
+    in_dram = 0 if ssd else decode.counts.channel_bytes
     whole = decode.counts.context * geometry.payload_bytes
     assert whole == CONTEXT * HEADS * HEAD_SIZE * 4
     read = pages * geometry.page_bytes
@@ -97,29 +93,18 @@ def shares(
 
 
 @pytest.mark.parametrize("block", [16, 128])
-def test_with_int8_channels_in_dram(make_store: MakeStore, block: int) -> None:
-    everything, ssd = shares(make_store, block, 16, 1, int8=True, ssd=False)
-    # An eighth of the tokens, an eighth of half of K; a scale for each channel of a block.
-    assert everything == 1 / 8 + 1 / 32 + 1 / 8 / block
-    assert ssd == 1 / 8
-    assert block < 128 or everything <= 0.16
-
-
-def test_channels_as_k_are_twice_as_many_bytes(make_store: MakeStore) -> None:
-    everything, ssd = shares(make_store, 128, 16, 1, int8=False, ssd=False)
+def test_with_channels_in_dram(make_store: MakeStore, block: int) -> None:
+    """An eighth of the tokens, and an eighth of K, which is half of the KV."""
+    everything, ssd = shares(make_store, block, 16, ssd=False)
     assert (everything, ssd) == (1 / 8 + 1 / 16, 1 / 8)
 
 
-@pytest.mark.parametrize(("block", "group"), [(1024, 4), (2048, 2), (4096, 1)])
-def test_with_int8_channels_on_ssd_chosen_by_page(
-    make_store: MakeStore, block: int, group: int
-) -> None:
-    """A page of 4 KiB has the channels of a group: all of what is read is used."""
-    everything, ssd = shares(make_store, block, 8, group, int8=True, ssd=True)
-    assert ssd == 1 / 8 + 1 / 32
-    assert everything == ssd + 1 / 8 / block <= 0.16
+def test_with_channels_on_ssd_one_to_a_page(make_store: MakeStore) -> None:
+    """All of what is read is used."""
+    everything, ssd = shares(make_store, 2048, 8, ssd=True)
+    assert everything == ssd == 1 / 8 + 1 / 16
 
 
-def test_channels_on_ssd_chosen_one_by_one_bring_others_along(make_store: MakeStore) -> None:
-    everything, _ = shares(make_store, 1024, 8, 1, int8=True, ssd=True)
-    assert 0.16 < everything < 1 / 8 + 1 / 4
+def test_channels_on_ssd_bring_others_along(make_store: MakeStore) -> None:
+    everything, _ = shares(make_store, 1024, 8, ssd=True)
+    assert 1 / 8 + 1 / 16 < everything < 1 / 8 + 1 / 8

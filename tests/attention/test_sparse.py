@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.attention.newest import newest_values
-from tests.oracles.sparse_attention import scaled_channels, sparq_attention
+from tests.oracles.sparse_attention import sparq_attention
 from tests.store.conftest import MakeStore, StoreRig, array, key_of, make_store
 from tests.store.tails import addresses
 from vllm_ssdkv.attention.exact import RowBatch
@@ -54,8 +54,6 @@ CHANNELS = replace(GEOMETRY, channel_pages=2)
 SPREAD = with_summaries(
     replace(GEOMETRY, summary_pages=0), PAGE, channels=False, record="spread_with_values"
 )
-SCALED = replace(GEOMETRY, channel_pages=1, scaled_from=4)
-"""All of a layer's K in one page."""
 SCALE = HEAD_SIZE**-0.5
 LENGTHS = (230, 75, 141)
 """Tokens of each row, the current one included."""
@@ -583,22 +581,9 @@ def windows(rows: Rows) -> list[int]:
     return [n - BLOCK * len(slots) for n, slots in zip(LENGTHS, rows.contexts(), strict=True)]
 
 
-def approximate(geometry: SlotGeometry, key: torch.Tensor, window: int) -> torch.Tensor:
-    """K ``[tokens, heads, d]`` as it is scored by: the context's from its channel pages."""
-    context = len(key) - window
-    if not geometry.scaled_from or not context:
-        return key
-    whole, scales = scaled_channels(key[:context], BLOCK)
-    blocks = whole * scales[..., None]
-    return torch.cat([blocks.permute(0, 3, 1, 2).flatten(0, 1), key[context:]])
-
-
-@pytest.mark.parametrize("tier", ["dram", "ssd", "hbm"])
-@pytest.mark.parametrize("geometry", [CHANNELS, SCALED], ids=["as_k", "int8"])
-def test_sparf_by_token_is_sparq(
-    make_rows: Callable[..., Rows], tier: ChannelTier, geometry: SlotGeometry
-) -> None:
-    rows = make_rows(geometry=geometry, channels=tier)
+@pytest.mark.parametrize("tier", ["dram", "ssd"])
+def test_sparf_by_token_is_sparq(make_rows: Callable[..., Rows], tier: ChannelTier) -> None:
+    rows = make_rows(geometry=CHANNELS, channels=tier)
     for turn in range(3):  # summaries as they were packed, made from frames, from devices
         chosen = choose(rows)
         for layer in range(LAYERS):
@@ -609,21 +594,15 @@ def test_sparf_by_token_is_sparq(
             for row, (length, window) in enumerate(zip(LENGTHS, windows(rows), strict=True)):
                 part = rows.keys[row][layer, :length], rows.values[row][layer, :length]
                 k, local = min(max(60, window - 1), length - 1), window - 1
-                scored = approximate(geometry, part[0], window)
-                wanted, tokens = sparq_attention(
-                    queries[row], *part, r=8, k=k, local=local, approximate=scored
-                )
+                wanted, tokens = sparq_attention(queries[row], *part, r=8, k=k, local=local)
                 torch.testing.assert_close(out[row].double(), wanted, atol=1e-5, rtol=1e-5)
                 kept += int(tokens.sum()) - HEADS * window
             assert decode.counts.tokens == kept
             context = sum(LENGTHS) - sum(windows(rows))
-            item = 1 if geometry.scaled_from else 4
-            assert decode.counts.channel_bytes == context * HEADS * 8 * item
-            scales = context // BLOCK * HEADS * 8 * 4 if geometry.scaled_from else 0
-            assert decode.counts.scale_bytes == scales
+            assert decode.counts.channel_bytes == context * HEADS * 8 * 4
             assert kept < decode.counts.selected * PAGE
         # With so few tokens to a block, a page has all channels of a head or two.
-        pages = context // BLOCK * geometry.channel_pages * LAYERS if tier == "ssd" else 0
+        pages = context // BLOCK * CHANNELS.channel_pages * LAYERS if tier == "ssd" else 0
         found = chosen.fetched_channels
         wanted_from = (pages, 0) if turn < 2 else (0, pages)
         assert (found.frame, found.cache + found.ssd) == wanted_from
@@ -635,11 +614,10 @@ def test_sparf_by_token_is_sparq(
 
 
 @pytest.mark.parametrize("granularity", ["token", "page"])
-@pytest.mark.parametrize("geometry", [CHANNELS, SCALED], ids=["as_k", "int8"])
 def test_sparf_with_all_channels_and_tokens_is_dense(
-    make_rows: Callable[..., Rows], granularity: Literal["token", "page"], geometry: SlotGeometry
+    make_rows: Callable[..., Rows], granularity: Literal["token", "page"]
 ) -> None:
-    rows = make_rows(geometry=geometry)
+    rows = make_rows(geometry=CHANNELS)
     away(rows)
     chosen = choose(rows)
     for layer in range(LAYERS):

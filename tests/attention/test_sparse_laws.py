@@ -104,7 +104,7 @@ def wrong_guesses(rows: Rows, seed: int) -> Prefetcher:
     framed=st.sets(st.integers(0, 23)),
     cached=st.sets(st.integers(0, 23)),
     guessed=st.booleans(),
-    tier=st.sampled_from(["dram", "ssd", "hbm"]),
+    tier=st.sampled_from(["dram", "ssd"]),
     places=st.sampled_from([16, 64]),
     seed=st.integers(0, 999),
 )

@@ -78,8 +78,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "sparse.channels": ({"sparse": {"channels": 4}}, SPARF),
     "sparse.code_bits": ({"sparse": {"code_bits": 4}}, {**PAGE, "selector": "codes"}),
-    "sparse.channel_dtype": ({"sparse": {"channel_dtype": "int8"}}, SPARF),
-    "sparse.channel_group": ({"sparse": {"channel_group": 2}}, SPARF),
     "sparse.channel_pages": ({"sparse": {"channel_pages": "ssd"}}, SPARF),
     "sparse.granularity": ({"sparse": {"granularity": "token"}}, SPARF),
     "sparse.cluster_threshold": ({"sparse": {"cluster_threshold": 0.4}}, BOUNDS),

@@ -357,6 +357,13 @@ def test_an_unknown_name_gets_the_nearest(options: dict[str, object], line: str)
     assert refused(options) == [line]
 
 
+@pytest.mark.parametrize(("name", "value"), [("channel_dtype", "int8"), ("channel_group", 2)])
+def test_an_option_that_was_removed_names_what_to_set(name: str, value: object) -> None:
+    (line,) = refused({"mode": "page", "selector": "sparf", "sparse": {name: value}})
+    assert line.startswith(f'sparse.{name}: was removed; selector "codes"')
+    assert "sparse.code_bits" in line
+
+
 def test_every_problem_is_told_at_once() -> None:
     lines = refused({"mode": 3, "oi": {}, "io": {"queue_depth": 0, "deadline": "x"}})
     assert [line.partition(":")[0] for line in lines] == [

@@ -233,8 +233,6 @@ def test_nothing_that_a_client_sends_is_too_much(params: object) -> None:
 CHANGES_THE_CHOICE: dict[str, object] = {
     "budget": 0.25,
     "budget_tokens": 4000,
-    "channel_dtype": "int8",
-    "channel_group": 2,
     "channels": 3,
     "cluster_affinity": "jaccard",
     "cluster_score": "medoid",
@@ -253,7 +251,7 @@ CHANGES_THE_CHOICE: dict[str, object] = {
     "token_order": "position",
 }
 CHANGES_NO_CHOICE: dict[str, object] = {
-    "channel_pages": "hbm",
+    "channel_pages": "ssd",
     "exact_below": 5000,
     "hbm_pages": "1MiB",
     "hbm_summaries": "1MiB",

@@ -39,7 +39,6 @@ struct Packed {
                          bool value) const;
   // Byte number `offset` of the payloads of a tail's pages from `page` on.
   const std::byte* byte(int64_t block, int64_t page, int64_t offset) const;
-  float scale(int64_t layer, int64_t block, int64_t head, int64_t d) const;
   void check_pages(int64_t layer, int64_t block, int64_t head) const;
   void check_bounds(int64_t layer, int64_t block, int64_t head) const;
   void check_spread(int64_t layer, int64_t block, int64_t head) const;
@@ -61,13 +60,10 @@ Packed::Packed(Random& random, int64_t most_blocks) {
   packing.layers = 1 + static_cast<int64_t>(random(3));
   packing.blocks = 1 + static_cast<int64_t>(random(at(most_blocks)));
   packing.page_bytes = payload + static_cast<int64_t>(random(2)) * 96;
-  const uint64_t kind = random(4);  // bounds, channels, channels in int8, spread
-  packing.scaled = kind == 2;
-  packing.record = kind == 3 ? attention::PageRecord::kSpread : attention::PageRecord::kBounds;
-  const int64_t channel_bytes = heads * size * groups * page_tokens * (packing.scaled ? 1 : item);
-  const bool of_pages = kind == 0 || kind == 3;
-  packing.channel_pages = of_pages ? 0 : (channel_bytes + payload - 1) / payload;
-  const int64_t records = packing.layers * heads * (of_pages ? groups : (packing.scaled ? 2 : 1));
+  const uint64_t kind = random(3);  // bounds, channels, spread
+  packing.record = kind == 2 ? attention::PageRecord::kSpread : attention::PageRecord::kBounds;
+  packing.channel_pages = kind == 1 ? (heads * groups + 1) / 2 : 0;
+  const int64_t records = packing.layers * heads * (kind == 1 ? 1 : groups);
   packing.summary_pages = (records + page_tokens - 1) / page_tokens;
   for (int64_t i = 0; i < packing.layers * packing.blocks; ++i) {
     Bytes& block = blocks.emplace_back(bytes_of(heads * groups * payload));
@@ -105,13 +101,6 @@ const std::byte* Packed::entry(int64_t layer, int64_t block, int64_t head, int64
 
 const std::byte* Packed::byte(int64_t block, int64_t page, int64_t offset) const {
   return tails[at(block)].get() + (page + offset / payload) * packing.page_bytes + offset % payload;
-}
-
-float Packed::scale(int64_t layer, int64_t block, int64_t head, int64_t d) const {
-  const int64_t heads = packing.layout.kv_heads;
-  float scale = 0;
-  std::memcpy(&scale, byte(block, 0, (heads * (2 * layer + 1) + head) * record + d * 4), 4);
-  return scale;
 }
 
 void Packed::check_pages(int64_t layer, int64_t block, int64_t head) const {
@@ -164,8 +153,7 @@ void Packed::check_spread(int64_t layer, int64_t block, int64_t head) const {
 void Packed::check_channels(int64_t layer, int64_t block, int64_t head) const {
   const attention::PageLayout& l = packing.layout;
   const int64_t page = packing.summary_pages + layer * packing.channel_pages;
-  const int64_t width = packing.scaled ? 1 : item;
-  const int64_t number_of = (packing.scaled ? 2 : 1) * layer * l.kv_heads + head;
+  const int64_t number_of = layer * l.kv_heads + head;
   for (int64_t d = 0; d < l.head_size; ++d) {
     float sum = 0, want = 0;
     std::memcpy(&sum, byte(block, 0, number_of * record + d * 4), 4);
@@ -173,14 +161,8 @@ void Packed::check_channels(int64_t layer, int64_t block, int64_t head) const {
       want += number(entry(layer, block, head, t, true) + d * item);
       const std::byte* key = entry(layer, block, head, t, false) + d * item;
       const std::byte* got =
-          byte(block, page, ((head * l.head_size + d) * l.block_tokens + t) * width);
-      if (packing.scaled) {
-        const float step = scale(layer, block, head, d);
-        const float whole = static_cast<float>(static_cast<int8_t>(*got));
-        check(std::abs(whole * step - number(key)) <= 0.501F * step, "a channel in int8");
-      } else {
-        check(std::memcmp(got, key, at(width)) == 0, "a channel");
-      }
+          byte(block, page, ((head * l.head_size + d) * l.block_tokens + t) * item);
+      check(std::memcmp(got, key, at(item)) == 0, "a channel");
     }
     check(sum == want, "a sum of V");
   }

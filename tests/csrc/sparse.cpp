@@ -31,9 +31,8 @@ struct Rows {
   int64_t query_heads = 0;
   int64_t rows = 0;
   int64_t item = 0;
-  int64_t channel_item = 0;
-  std::vector<Bytes> blocks, bounds, spreads, channels, scales, sums;
-  std::vector<uint64_t> base, bounds_base, spread_base, channel_base, scale_base, sum_base;
+  std::vector<Bytes> blocks, bounds, spreads, channels, sums;
+  std::vector<uint64_t> base, bounds_base, spread_base, channel_base, sum_base;
   std::vector<int32_t> begin, end, window_begin, window_end, window_tokens;
   std::vector<uint64_t> window;
   std::vector<Bytes> window_blocks;
@@ -41,8 +40,6 @@ struct Rows {
   std::vector<float> query;
 
   explicit Rows(Random& random, int64_t most_blocks);
-  // Whether channels are int8.
-  bool scaled() const { return channel_item == 1; }
   Bytes block(Random& random) const;
   float key(const std::byte* block, int64_t head, int64_t token, int64_t d) const;
 };
@@ -52,7 +49,6 @@ float number(Random& random) { return (static_cast<float>(random(33)) - 16.0F) /
 Rows::Rows(Random& random, int64_t most_blocks) {
   const DType dtype = random(2) == 0 ? DType::kFloat32 : DType::kBFloat16;
   item = dtype == DType::kFloat32 ? 4 : 2;
-  channel_item = random(2) == 0 ? 1 : item;
   constexpr int64_t kSizes[] = {8, 24, 64, 128};
   const int64_t size = kSizes[random(4)];
   const int64_t page_tokens = 1 + static_cast<int64_t>(random(20));
@@ -73,10 +69,7 @@ Rows::Rows(Random& random, int64_t most_blocks) {
       spread_base.push_back(
           address(spreads.emplace_back(bytes_of(kv_heads * groups * 2 * size * item))));
       channel_base.push_back(
-          address(channels.emplace_back(bytes_of(kv_heads * size * block_tokens * channel_item))));
-      // No byte behind the last head's.
-      scale_base.push_back(
-          address(scales.emplace_back(bytes_of((kv_heads - 1) * 2 * size * item + size * 4))));
+          address(channels.emplace_back(bytes_of(kv_heads * size * block_tokens * item))));
       sum_base.push_back(address(sums.emplace_back(bytes_of(kv_heads * size * 4))));
     }
     end.push_back(static_cast<int32_t>(base.size()));
@@ -124,10 +117,9 @@ void select_and_attend(Random& random, int64_t most_blocks, int64_t threads) {
   const attention::PageLayout& l = r.layout;
   const int64_t group = r.query_heads / l.kv_heads;
   const int64_t pages_of_block = l.block_tokens / l.page_tokens;
-  attention::summarize_blocks(
-      {l, r.base.data(), r.bounds_base.data(), r.spread_base.data(), r.channel_base.data(),
-       r.scaled() ? r.scale_base.data() : nullptr, r.sum_base.data()},
-      static_cast<int64_t>(r.base.size()), threads);
+  attention::summarize_blocks({l, r.base.data(), r.bounds_base.data(), r.spread_base.data(),
+                               r.channel_base.data(), r.sum_base.data()},
+                              static_cast<int64_t>(r.base.size()), threads);
 
   std::vector<float> bounds(at(r.first_page.back() * r.query_heads));
   std::vector<float> spread(bounds.size());
@@ -150,15 +142,14 @@ void select_and_attend(Random& random, int64_t most_blocks, int64_t threads) {
   const int64_t count = l.head_size;
   std::vector<int32_t> chosen(at(r.rows * l.kv_heads * count));
   std::vector<float> reduced(at(r.rows * r.query_heads * count));
-  attention::choose_channels({l.kv_heads, r.query_heads, l.head_size, count, 8, 0.125F,
-                              r.query.data(), chosen.data(), reduced.data()},
+  attention::choose_channels({l.kv_heads, r.query_heads, l.head_size, count, 0.125F, r.query.data(),
+                              chosen.data(), reduced.data()},
                              r.rows);
   std::vector<float> logits(at(r.first_token.back() * r.query_heads));
   attention::score_channels(
       {l, r.query_heads, count, chosen.data(), reduced.data(), r.begin.data(), r.end.data(),
-       r.channel_base.data(), r.scaled() ? r.scale_base.data() : nullptr, l.head_size,
-       chosen.data(), r.window_begin.data(), r.window.data(), r.window_tokens.data(),
-       r.first_token.data(), logits.data()},
+       r.channel_base.data(), l.head_size, chosen.data(), r.window_begin.data(), r.window.data(),
+       r.window_tokens.data(), r.first_token.data(), logits.data()},
       r.rows, threads);
   for (int64_t row = 0; row < r.rows; ++row) {
     const int64_t tokens = r.first_token[at(row + 1)] - r.first_token[at(row)];
@@ -181,9 +172,7 @@ void select_and_attend(Random& random, int64_t most_blocks, int64_t threads) {
               0.125 * double{q[d]} * double{r.key(block, head / group, place % l.block_tokens, d)};
         }
         const float got = logits[at(r.first_token[at(row)] * r.query_heads + head * tokens + t)];
-        // Keys are within -2 and 2: half a step of each channel at most.
-        const double off = r.scaled() && t < context ? 0.125 * magnitude * 1.001 / 127 : 0;
-        check(std::abs(double{got} - want) < off + 1e-3, "a channel logit");
+        check(std::abs(double{got} - want) < 1e-3, "a channel logit");
         if (t >= context) continue;
         const float bound =
             bounds[at(r.first_page[at(row)] * r.query_heads + head * pages + t / l.page_tokens)];
@@ -266,7 +255,6 @@ void select_and_attend(Random& random, int64_t most_blocks, int64_t threads) {
                    l.head_size};
   problem.scale = 0.125F;
   attention::attend(attention::active_kernels(), problem, threads);
-  if (r.scaled()) return;  // its logits are not those of attention
   // The chosen tokens' share of the softmax, once from logits and once from attention.
   for (int64_t row = 0; row < r.rows; ++row) {
     const int64_t all = r.first_token[at(row + 1)] - r.first_token[at(row)];

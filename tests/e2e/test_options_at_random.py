@@ -55,9 +55,7 @@ def sparse_options(source: random.Random, selector: str) -> dict[str, object]:
     if selector in {"adaptive", "swarm"}:
         options["scorer"] = source.choice(["bounds", "spread", "codes", "sparf"])
     if selector == "sparf" or options.get("scorer") == "sparf":
-        options["channel_pages"] = source.choice(["dram", "ssd", "hbm"])
-        options["channel_dtype"] = source.choice(["as_k", "int8"])
-        options["channel_group"] = source.choice([1, 2])
+        options["channel_pages"] = source.choice(["dram", "ssd"])
     if selector == "sparf":
         options["granularity"] = source.choice(["page", "token"])
     return options

@@ -345,7 +345,6 @@ def test_kernels_are_what_the_vendors_compiler_reads(kernel: str) -> None:
     granularity=st.sampled_from(["token", "page"]),
     share=st.floats(0.01, 1),
     channels=st.integers(1, 256),
-    together=st.sampled_from([1, 1, 2, 8]),
     sinks=st.integers(0, 40),
     rest=st.booleans(),
 )
@@ -354,14 +353,13 @@ def test_the_choice_is_the_selectors(
     granularity: str,
     share: float,
     channels: int,
-    together: int,
     sinks: int,
     rest: bool,
 ) -> None:
     budget = Budget(share=share)
     kernels = CpuScoringKernels(1)
     kind = "page" if granularity == "page" else "token"
-    selector = SparfSelector(budget, channels, kind, sinks, kernels, together, estimate_rest=rest)
+    selector = SparfSelector(budget, channels, kind, sinks, kernels, estimate_rest=rest)
     same_choice(problem, selector)
 
 

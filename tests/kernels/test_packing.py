@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tests.kernels.test_dense import ISAS, using
 from tests.oracles.codes import Record
-from tests.oracles.sparse_attention import page_bounds, page_spread, scaled_channels
+from tests.oracles.sparse_attention import page_bounds, page_spread
 from tests.oracles.token_order import spread_within, token_order
 from tests.store.tails import addresses
 from vllm_ssdkv import _kernels
@@ -26,7 +26,7 @@ from vllm_ssdkv.store.format.slot_geometry import PAGE_RECORDS, SlotGeometry
 from vllm_ssdkv.store.memory.summary_rows import with_summaries
 
 FILL = 0xA5
-KINDS = (*PAGE_RECORDS, "channels", "int8")
+KINDS = (*PAGE_RECORDS, "channels")
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Int64s: TypeAlias = NDArray[np.int64]
@@ -45,16 +45,16 @@ class Problem:
     def of(
         layout: BlockLayout, kind: str, layers: int = 1, blocks: int = 1, seed: int = 0
     ) -> Problem:
-        """``kind`` is what summaries are: a record of pages, channels or int8."""
+        """``kind`` is what summaries are: a record of pages, or channels."""
         pages = SlotGeometry(
             "paged", layers, layout.kv_heads, layout.groups, layout.page_payload_bytes
         )
         geometry = with_summaries(
             pages,
             layout.page_tokens,
-            channels=kind in ("channels", "int8"),
-            scaled_from=layout.dtype.itemsize if kind == "int8" or "codes" in kind else 0,
-            record="bounds" if kind in ("channels", "int8") else kind,  # type: ignore[arg-type]
+            channels=kind == "channels",
+            scaled_from=layout.dtype.itemsize if "codes" in kind else 0,
+            record="bounds" if kind == "channels" else kind,  # type: ignore[arg-type]
         )
         return Problem(layout, geometry, blocks, seed)
 
@@ -165,10 +165,6 @@ class Problem:
                     continue
                 channels = key.permute(1, 2, 0)
                 records.append(self._record(_sum_in_order(value)))
-                if geometry.scaled_from:
-                    whole, scales = scaled_channels(key, layout.block_tokens)
-                    channels = whole[0]
-                    records.append(self._record(scales[0]))
                 first = geometry.first_channel_page(layer)
                 self._write(slot, first, _bytes(channels), geometry.channel_pages)
             summaries = torch.cat([_bytes(record) for record in records])
@@ -278,7 +274,7 @@ def test_wrong_places_are_refused() -> None:
     """None of these addresses may be followed: they lead nowhere."""
     layout = BlockLayout.unpadded(8, 4, 2, 16, torch.float32)
     caches = [torch.zeros(2, layout.block_bytes // 4)]
-    geometry = Problem.of(layout, "int8").geometry
+    geometry = Problem.of(layout, "channels").geometry
     kernels, slots = CpuPageKernels(1), np.array([4096], np.uint64)
     with pytest.raises(ValueError, match="outside the cache's 2 blocks"):
         kernels.pack_summarized(caches, np.array([2]), slots, slots, layout, geometry)
@@ -292,7 +288,6 @@ def test_wrong_places_are_refused() -> None:
         page_bytes: int,
         summary_pages: int,
         channel_pages: int,
-        scaled: bool,
         spread: bool = False,
         bits: int = 0,
     ) -> None:
@@ -303,21 +298,20 @@ def test_wrong_places_are_refused() -> None:
             page_bytes,
             summary_pages,
             channel_pages,
-            scaled,
             spread,
             value_sums=False,
             code_bits=bits,
         )
 
     for places, message in (
-        ((511, 1, 1, True), "page_bytes"),
-        ((512, 0, 1, True), "summary_pages"),
-        ((512, 1, 1, False), "channel_pages"),
-        ((512, 1, 0, True), "scales are of channels"),
-        ((512, 1, 1, True, True), "channels or spread, not both"),
-        ((512, 1, 0, False, True, 2), "codes, channels or spread, only one"),
-        ((512, 0, 0, False, False, 2), "too few for the codes"),
-        ((512, 1, 0, False, False, 3), "1, 2 or 4 bits"),
+        ((511, 1, 2), "page_bytes"),
+        ((512, 0, 2), "summary_pages"),
+        ((512, 1, 1), "channel_pages are too few"),
+        ((512, 1, -1), "must not be negative"),
+        ((512, 1, 2, True), "channels or spread, not both"),
+        ((512, 1, 0, True, 2), "codes, channels or spread, only one"),
+        ((512, 0, 0, False, 2), "too few for the codes"),
+        ((512, 1, 0, False, 3), "1, 2 or 4 bits"),
     ):
         with pytest.raises(ValueError, match=message):
             call(*places)

@@ -14,7 +14,6 @@ from tests.oracles.sparse_attention import (
     attend_chosen,
     page_bounds,
     page_spread,
-    scaled_channels,
 )
 from tests.sparse.contexts import Contexts, Row, contexts
 from vllm_ssdkv.base.errors import UnsupportedError
@@ -186,63 +185,6 @@ def test_summaries_are_exact(problem: Contexts) -> None:
                     assert torch.equal(again.kept(1, index), key.permute(1, 2, 0).flatten())
                     assert_near(again.value_sum[index], value.double().sum(0), 1e-5)
                     index += 1
-
-
-@given(problem=contexts())
-@settings(max_examples=15, deadline=None)
-def test_channels_in_int8_are_the_oracles(problem: Contexts) -> None:
-    """To the bit, and within half a step of K."""
-    layout = problem.layout
-    for isa in ISAS:
-        with using(isa):
-            problem.scaled()
-            index = 0
-            for i, row in enumerate(problem.rows):
-                key = problem.key[i][: row.blocks * layout.block_tokens]
-                for whole, scales in zip(*scaled_channels(key, layout.block_tokens), strict=True):
-                    got, got_scales = problem.scaled_block(index)
-                    assert torch.equal(got, whole)
-                    assert torch.equal(got_scales, scales)
-                    part = key[: layout.block_tokens].permute(1, 2, 0).double()
-                    error = (got.double() * got_scales[..., None].double() - part).abs()
-                    assert bool((error <= 0.5001 * got_scales[..., None]).all())
-                    key = key[layout.block_tokens :]
-                    index += 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_channels_in_int8_at_the_edges(dtype: torch.dtype) -> None:
-    """Zeros, numbers that are not finite, the largest and the smallest ones."""
-    limits = torch.finfo(dtype)
-    numbers = [0.0, torch.nan, torch.inf, -torch.inf, limits.max, limits.smallest_normal, 1.0]
-    key = torch.randn(32, 1, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
-    key[:, 0, : len(numbers)] *= 0
-    key[5, 0, : len(numbers)] = torch.tensor(numbers).to(dtype)
-    layout = BlockLayout.unpadded(32, 8, 1, 8, dtype)
-    want = scaled_channels(key, 32)
-    block = torch.stack([key.view(4, 8, 8), key.view(4, 8, 8)], 1).contiguous()
-    for isa in ISAS:
-        with using(isa):
-            channels = torch.full((8, 32), 99, dtype=torch.int8)
-            scales = torch.full((1, 4 * dtype.itemsize), -1.0)
-            CpuPageKernels(1).summarize(
-                np.array([block.data_ptr()], np.uint64),
-                layout,
-                channels=np.array([channels.data_ptr()], np.uint64),
-                scales=np.array([scales.data_ptr()], np.uint64),
-            )
-            assert torch.equal(channels, want[0][0, 0])
-            torch.testing.assert_close(scales[0, :8], want[1][0, 0], rtol=0, atol=0, equal_nan=True)
-            assert bool((scales[0, 8:] == -1).all())
-            assert scales[0, 1:4].isnan().all()
-            assert not channels[:4].any()
-            assert channels[4, 5] == channels[6, 5] == 127
-
-
-def test_scales_without_channels_are_refused() -> None:
-    address = np.zeros(1, np.uint64)
-    with pytest.raises(ValueError, match="scales are of channels"):
-        CpuPageKernels(1).summarize(address, LAYOUT, scales=address)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import pytest
 import torch
 
 from tests.attention.test_sparse import (
@@ -15,15 +14,12 @@ from tests.attention.test_sparse import (
     HEADS,
     LAYERS,
     LAYOUT,
-    SCALED,
     Rows,
     make_rows,
     make_store,
 )
-from tests.oracles.sparse_attention import scaled_channels
 from tests.store.tails import addresses
 from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
-from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.summary_rows import channel_bytes
 
 __all__ = ["make_rows", "make_store"]
@@ -52,24 +48,8 @@ def test_slots_hold_sums_and_channels_as_documented(make_rows: Callable[..., Row
         assert torch.equal(channels.view(HEADS, HEAD_SIZE, BLOCK), keys.permute(1, 2, 0))
 
 
-def test_slots_hold_scales_and_int8_as_documented(make_rows: Callable[..., Rows]) -> None:
-    """``docs/format.md``: sums and scales in a summary page, then a channel page a layer."""
-    rows = make_rows(geometry=SCALED)
-    pages = tail(rows)
-    for layer in range(LAYERS):
-        keys, values = (kv[1][layer, :BLOCK] for kv in (rows.keys, rows.values))
-        records = pages[0].view(16, 256)[4 * layer : 4 * layer + 4].view(torch.float32)
-        torch.testing.assert_close(records[:2, :HEAD_SIZE], values.sum(0))
-        whole, scales = scaled_channels(keys, BLOCK)
-        assert torch.equal(records[2:, :HEAD_SIZE], scales[0])
-        assert not records[:, HEAD_SIZE:].any()
-        used = HEADS * HEAD_SIZE * BLOCK
-        assert torch.equal(pages[1 + layer][:used].view(torch.int8), whole.flatten())
-        assert not pages[1 + layer][used:].any()
-
-
-@pytest.mark.parametrize("geometry", [CHANNELS, SCALED], ids=["as_k", "int8"])
-def test_channels_of_a_layer_are_those_of_the_tail(geometry: SlotGeometry) -> None:
+def test_channels_of_a_layer_are_those_of_the_tail() -> None:
+    geometry = CHANNELS
     count, size = 3, channel_bytes(geometry)
     frames = np.random.default_rng(4).normal(size=(count, geometry.frame_bytes // 4))
     frames = frames.astype(np.float32)

@@ -185,20 +185,6 @@ def mean_value(value: torch.Tensor, dtype: torch.dtype = F64) -> torch.Tensor:
     return mean
 
 
-def scaled_channels(key: torch.Tensor, block_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Complete blocks of K in int8: numbers ``[blocks, kv_heads, d, block_tokens]``, and scales.
-
-    The scale of a channel of a block, float32 ``[blocks, kv_heads, d]``, is its largest magnitude
-    over 127. Its numbers are K over the scale, rounded to even: their products are at most half a
-    scale from K. A channel with a number that is not finite has the scale NaN, and zeros.
-    """
-    blocks = key.float().reshape(-1, block_tokens, *key.shape[1:]).permute(0, 2, 3, 1)
-    most = blocks.abs().amax(3)
-    scale = torch.where(most < torch.inf, most / 127.0, torch.nan)
-    whole = torch.round(blocks / scale[..., None]).clamp(-127, 127)
-    return torch.where(scale[..., None] > 0, whole, 0.0).to(torch.int8), scale
-
-
 def sparq_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -207,14 +193,12 @@ def sparq_attention(
     r: int,
     k: int,
     local: int,
-    approximate: torch.Tensor | None = None,
     dtype: torch.dtype = F64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """SparQ as published (Ribar et al., ICML 2024, Algorithm 1 and appendix), for grouped queries.
 
     The last token is the current one, which is free; of the tokens before it k are chosen, the
     newest ``local`` of them in any case (so k is at least ``local``). Whole tensors, no pages.
-    Step 2 reads ``approximate`` in place of ``key``, if it is given.
 
     Returns ``out [q_heads, head_size]`` and the chosen tokens ``[kv_heads, S]``, the current one
     among them.
@@ -225,8 +209,7 @@ def sparq_attention(
     # Step 1: one set of channels per KV head.
     channels = _top(q.abs().sum(1), r)
     q_part = q.gather(2, channels[:, None].expand(-1, q.shape[1], -1))
-    scored = keys if approximate is None else approximate.to(dtype).transpose(0, 1)
-    k_part = scored.gather(2, channels[:, None].expand(-1, tokens, -1))
+    k_part = keys.gather(2, channels[:, None].expand(-1, tokens, -1))
     # Step 2: approximate logits.
     temperature = torch.sqrt(size * q_part.abs().sum(2) / q.abs().sum(2))
     logits = _products(q_part, k_part) / temperature[..., None]

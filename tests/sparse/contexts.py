@@ -173,23 +173,6 @@ class Contexts:
         """Bounds (0), channels (1) or mean and variance (2) of a context block, flat."""
         return self._kept[which][int(self._order[block]), :-64].view(self.layout.dtype)
 
-    def scaled(self) -> ContextSummaries:
-        """The summaries with channel-major K in int8, which :meth:`scaled_block` reads."""
-        layout, count = self.layout, len(self.base)
-        channels = self._targets(count, layout.kv_heads * layout.block_tokens)
-        scales = self._targets(count, layout.kv_heads * 2 * layout.dtype.itemsize)
-        self.kernels.summarize(self.base, layout, channels=channels, scales=scales)
-        return replace(self.summaries, channel_base=channels, channel_scales=scales)
-
-    def scaled_block(self, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whole numbers ``[kv_heads, d, block_tokens]`` and scales ``[kv_heads, d]`` of a block."""
-        layout = self.layout
-        place = int(self._order[block])
-        whole, scales = (kept[place, :-64] for kept in self._kept[-2:])
-        shape = layout.kv_heads, layout.head_size, layout.block_tokens
-        records = scales.view(torch.float32).view(layout.kv_heads, -1)
-        return whole.view(torch.int8).view(shape), records[:, : layout.head_size]
-
     def tokens_of(self, selection: Selection, row: int) -> torch.Tensor:
         """Tokens that a row attends to, window included, bool ``[kv_heads, S]``."""
         layout = self.layout

@@ -432,12 +432,6 @@ def test_wrong_budgets_are_refused(wrong: dict[str, float]) -> None:
         Budget(**wrong)  # type: ignore[arg-type]  # refused
 
 
-def test_channels_are_whole_groups() -> None:
-    for asked, group, read in ((5, 4, 8), (8, 4, 8), (1, 1, 1), (3, 2, 4)):
-        selector = SparfSelector(ALL, asked, "page", 0, KERNELS, group)
-        assert (selector.channels, selector.needs.channels) == (read, read)
-
-
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(ValueError, match="channels"):
         SparfSelector(ALL, 0, "page", 0, KERNELS)

@@ -22,7 +22,7 @@ from tests.store.unhurried import PATIENCE_S, UnhurriedEngine
 from vllm_ssdkv import _io
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.io_engine import EngineOptions, ThrottleRule
-from vllm_ssdkv.connector.worker.device_memory import channel_memory, summary_memory
+from vllm_ssdkv.connector.worker.device_memory import summary_memory
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.store.cache.frames import FrameState
 from vllm_ssdkv.store.context_store import ContextStore
@@ -509,19 +509,14 @@ def make_store(tmp_devices: Callable[[int], list[Path]], tmp_path: Path) -> Iter
             stretches=None if plain is None else plain.stretches(),
             keeps_unwritten=keeps,
         )
-        if plan.summaries_on_device or (channels == "hbm" and geometry.channel_pages):
+        if plan.summaries_on_device:
             tokens = block_tokens // geometry.groups
             head_size = geometry.payload_bytes // (4 * tokens)
             layout = BlockLayout.unpadded(
                 block_tokens, tokens, geometry.heads, head_size, torch.float16
             )
-            device, places = torch.device("cpu"), store.device_places
             held = torch.empty(hbm_summaries, dtype=torch.uint8)
-            store.keep_on_device(
-                summary_memory(held, places, layout, geometry)
-                if plan.summaries_on_device
-                else channel_memory(places, layout, geometry, device)
-            )
+            store.keep_on_device(summary_memory(held, store.device_places, layout, geometry))
         hbm = {} if plain is None else plain
         rig = StoreRig(geometry, store, opened, counters, control, hbm)
         rigs.append(rig)

@@ -1,5 +1,5 @@
 """Writes the golden stores: tiny ones, plain, encrypted, with two copies of each block, with
-channel pages, with int8 ones, with heads that go round the lanes, with records of mean and
+channel pages, with heads that go round the lanes, with records of mean and
 variance, and with codes, the same bytes on every machine.
 
 Run it with the folder to write into, only after raising a version in ``docs/format.md``:
@@ -239,10 +239,6 @@ STORES = {
     "twice": Golden(SlotGeometry("opaque", 3, 1, 1, 204_000), doubled(2)),
     "channels": Golden(
         SlotGeometry("paged", 2, 1, 3, 1000, summary_pages=1, channel_pages=2), segments(1)
-    ),
-    "int8": Golden(
-        SlotGeometry("paged", 2, 1, 5, 1000, summary_pages=1, channel_pages=2, scaled_from=2),
-        segments(1),
     ),
     "heads": Golden(
         SlotGeometry("paged", 2, 3, 2, 1000, summary_pages=2, channel_pages=4), by_heads()

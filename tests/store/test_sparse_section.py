@@ -29,10 +29,9 @@ from vllm_ssdkv.store.memory.summary_rows import with_summaries
 
 BOUNDS = with_summaries(PAGED, 16, channels=False)
 CHANNELS = with_summaries(PAGED, 16, channels=True)
-INT8 = with_summaries(PAGED, 16, channels=True, scaled_from=2)
 LARGE = with_summaries(replace(PAGED, layers=40, payload_bytes=8000), 16, channels=True)
 """Of several units, with padding."""
-SHAPES = [BOUNDS, CHANNELS, INT8, LARGE, replace(CHANNELS, encrypted=True)]
+SHAPES = [BOUNDS, CHANNELS, LARGE, replace(CHANNELS, encrypted=True)]
 EVERY_SHAPE = pytest.mark.parametrize("geometry", SHAPES, ids=str)
 
 

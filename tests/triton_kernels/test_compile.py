@@ -197,20 +197,14 @@ def test_attend_pages(
 
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize(
-    ("dtype", "picked", "scaled"),
-    [
-        (torch.float32, False, False),
-        (torch.bfloat16, True, False),
-        (torch.bfloat16, False, True),
-        (torch.float16, True, True),
-    ],
+    ("dtype", "picked"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.float16, True)],
 )
 def test_scores(
     record: Callable[[ModuleType, str], Recorder],
     capability: int,
     dtype: torch.dtype,
     picked: bool,
-    scaled: bool,
 ) -> None:
     pages, channels = record(score, "_pages_kernel"), record(score, "_channels_kernel")
     layout = BlockLayout.unpadded(64, 16, 2, 128, dtype)
@@ -228,7 +222,6 @@ def test_scores(
         rows,
         rows,
         places,
-        places if scaled else None,
         layout=layout,
         picked=picked,
         max_tokens=1000,
@@ -285,26 +278,24 @@ def test_tokens(
 
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize(
-    ("dtype", "scaled"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+    ("dtype", "spreads"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 )
 def test_summarize(
     record: Callable[[ModuleType, str], Recorder],
     capability: int,
     dtype: torch.dtype,
-    scaled: bool,
+    spreads: bool,
 ) -> None:
     recorder = record(summarize, "_summarize_kernel")
     layout = BlockLayout.unpadded(64, 16, 8, 128, dtype)
     blocks = torch.zeros(3, dtype=torch.int64)
     bounds = blocks if dtype == torch.bfloat16 else None
-    scales = blocks if scaled else None
     summarize.summarize(
         blocks,
         layout,
         bounds=bounds,
-        spread=scales,
+        spread=blocks if spreads else None,
         channels=blocks,
-        scales=scales,
         value_sum=blocks,
     )
     assert "ld.global.v4" in check(recorder, capability)

@@ -56,7 +56,6 @@ class ChoiceCounts:
         selected: Pages in them.
         tokens: Tokens of these pages that are attended to.
         channel_bytes: Of K in the channels by which they were chosen.
-        scale_bytes: Of the scales of these channels.
         context: Pages that there were to choose from.
         missing: Sum over the lists of the softmax mass that, by the selector's estimate, neither
             window nor chosen pages cover.
@@ -68,7 +67,6 @@ class ChoiceCounts:
     selected: int = 0
     tokens: int = 0
     channel_bytes: int = 0
-    scale_bytes: int = 0
     context: int = 0
     missing: float = 0.0
     short: int = 0
@@ -140,8 +138,7 @@ class SparseDecode:
         self._layout = layout
         self._of_tokens = any(one.needs.channels for one in self._selectors)
         """Check whether alpha is that of tokens: that of pages counts attention sinks already."""
-        self._channel_item = 1 if contexts.holds_scales else layout.dtype.itemsize
-        run_bytes = layout.block_tokens * self._channel_item
+        run_bytes = layout.block_tokens * layout.dtype.itemsize
         self._channels = ChannelReader(contexts, layout.head_size, run_bytes)
         self._means = means
         self._requests = requests
@@ -401,7 +398,6 @@ class SparseDecode:
             end,
             window,
             channel_base=self.contexts.channels(layer) if in_memory else None,
-            channel_scales=self.contexts.scales(layer) if self.contexts.holds_scales else None,
             window_base=blocks.astype(np.uint64),
             window_begin=low,
             window_end=high,
@@ -476,11 +472,8 @@ class SparseDecode:
     def _count_channels(self, needs: Needs, summaries: ContextSummaries) -> None:
         layout = self._layout
         channels = min(needs.channels, layout.head_size)
-        size = channels * layout.kv_heads * self._channel_item
+        size = channels * layout.kv_heads * layout.dtype.itemsize
         self.counts.channel_bytes += summaries.sizes.all_pages * layout.page_tokens * size
-        if summaries.channel_scales is not None:
-            blocks = int((summaries.row_end - summaries.row_begin).sum())
-            self.counts.scale_bytes += blocks * channels * layout.kv_heads * 4
 
 
 class ChosenPages:

@@ -685,11 +685,6 @@ class SSDKVConfig(OptionModel):
         return own.get(self.selector, "bounds")
 
     @property
-    def scales_channels(self) -> bool:
-        """Check whether these channels are int8."""
-        return self.scores_channels and self.sparse.channel_dtype == "int8"
-
-    @property
     def orders_tokens(self) -> bool:
         """Check whether the tokens of a block go into its pages by likeness."""
         return self.selector != "exact" and self.sparse.token_order != "position"

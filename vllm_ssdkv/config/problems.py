@@ -68,6 +68,8 @@ def _unknown(model: type[BaseModel], location: Sequence[int | str]) -> str:
     holder, _ = _find(model, location)
     names = list(holder.model_fields) if holder is not None else []
     name = str(location[-1])
+    if holder is not None and issubclass(holder, OptionModel) and name in holder.removed:
+        return f"{path_text(location)}: {holder.removed[name]}"
     near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     elsewhere = [option.path for option in walk(model) if option.path.endswith(f".{name}")]
     if elsewhere:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 import os
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Final, Literal, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import AfterValidator, BaseModel, ConfigDict, GetJsonSchemaHandler
@@ -140,6 +140,9 @@ class OptionModel(BaseModel):
     """Frozen; an unknown name is an error; no value is converted to another type silently."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    removed: ClassVar[Mapping[str, str]] = {}
+    """Options that there were, and for each what its error says."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -59,8 +60,19 @@ _REUSES: Final = Condition(
 )
 
 
+_CODES_INSTEAD: Final = (
+    'was removed; selector "codes" (or "adaptive") chooses better from less memory, by '
+    "sparse.code_bits"
+)
+
+
 class ScoringConfig(OptionModel):
     """Scores that pages and tokens are chosen by."""
+
+    removed: ClassVar[Mapping[str, str]] = {
+        "channel_dtype": _CODES_INSTEAD,
+        "channel_group": _CODES_INSTEAD,
+    }
 
     scorer: Annotated[
         ScorerName,
@@ -111,34 +123,6 @@ class ScoringConfig(OptionModel):
         Reason("null: an eighth of the head size, 16 of 128 channels; no paper gives a default."),
         _SCORES_CHANNELS,
     ] = None
-    channel_dtype: Annotated[
-        Literal["as_k", "int8"],
-        Field(
-            description="How the second copy of K is kept that `sparf` scores by. `as_k`: in the "
-            "type of K. `int8`: with a scale for each channel of a block, in half of the memory "
-            "and bytes, or a quarter where K is float32. Attention reads K as it is in any case. A "
-            "store made for one cannot be used for the other."
-        ),
-        Reason(
-            "as_k: what is chosen is what the paper chooses. int8 chose as well wherever we looked "
-            "(docs/accuracy.md)."
-        ),
-        _SCORES_CHANNELS,
-    ] = "as_k"
-    channel_group: Annotated[
-        int,
-        Field(
-            ge=1,
-            description="Channels are chosen in groups of so many neighbours, by the query's sum "
-            "over them; divides the head size. With `channel_pages` `ssd` and as many as a page "
-            "has, all that is read of a page is used.",
-        ),
-        Reason(
-            "1: as in SparQ. Groups choose less well from as many channels, and lose answers at "
-            "small budgets (docs/accuracy.md)."
-        ),
-        _SCORES_CHANNELS,
-    ] = 1
     granularity: Annotated[
         Literal["page", "token"],
         Field(
@@ -149,14 +133,12 @@ class ScoringConfig(OptionModel):
         _SCORES_CHANNELS,
     ] = "page"
     channel_pages: Annotated[
-        Literal["dram", "ssd", "hbm"],
+        Literal["dram", "ssd"],
         Field(
             description="Where the second copy of K is read from that `sparf` scores by. `dram`: a "
-            "part of `summaries`. `hbm`: the same in memory of the GPU, which spares it reads over "
-            "PCIe; lower vLLM's --gpu-memory-utilization by as much. `ssd`: pages that hold a "
-            "chosen channel are read for every token; a page has 2 x head size x page_tokens / "
-            "block size channels, in int8 twice as many or four times, so this wants blocks of "
-            "1024 tokens and more. The store is the same."
+            "part of `summaries`. `ssd`: pages that hold a chosen channel are read for every "
+            "token; a page has 2 x head size x page_tokens / block size channels, so this wants "
+            "blocks of 1024 tokens and more. The store is the same."
         ),
         Reason("dram: the channels of a token are spread over the whole context."),
         _SCORES_CHANNELS,
@@ -392,9 +374,7 @@ class SparseConfig(ScoringConfig):
             description="Memory per worker for what selectors know of pages, a part of dram_gib. "
             "Those of `bounds` and `spread` take 1/page_tokens of the KV that they stand for, "
             "codes of 2 bits a thirteenth, the channels of `sparf` half "
-            "of it, in int8 a quarter or an eighth; with `channel_pages` `hbm` this part is memory "
-            "of the GPU, beside what vLLM takes. Requests for which there is no room attend to "
-            "everything.",
+            "of it. Requests for which there is no room attend to everything.",
         ),
         Allowed(SIZE_TEXT, is_size=True),
         BeforeValidator(size_or_none),

@@ -70,7 +70,7 @@ def paged_geometry(
         geometry,
         config.page_tokens,
         channels=config.scores_channels,
-        scaled_from=dtype.itemsize if config.scales_channels or config.scorer == "codes" else 0,
+        scaled_from=dtype.itemsize if config.scorer == "codes" else 0,
         record=_record(config),
     )
 

@@ -134,8 +134,8 @@ def kv_layout(
     """Layout of the KV and of the slots that hold it.
 
     Raises:
-        UnsupportedError: see :func:`attention_spec`; or a block is not a whole number of pages, a
-            head of groups of channels, or its channels cannot be read in part.
+        UnsupportedError: see :func:`attention_spec`; or a block is not a whole number of pages,
+            or its channels cannot be read in part.
     """
     spec = attention_spec(kv_cache_config)
     layers = [tuple(group.layer_names) for group in kv_cache_config.kv_cache_groups]
@@ -152,14 +152,8 @@ def kv_layout(
                 f"--block-size {spec.block_size} is not a multiple of page_tokens "
                 f"({config.page_tokens}); change one of them"
             )
-        scaled_from = spec.dtype.itemsize if config.scales_channels else 0
-        if config.scores_channels and spec.head_size % config.sparse.channel_group:
-            raise UnsupportedError(
-                f"sparse.channel_group {config.sparse.channel_group} does not divide the head "
-                f"size, which is {spec.head_size}; give another one"
-            )
         if config.scores_channels and config.sparse.channel_pages == "ssd":
-            _check_channel_pages(spec, config.page_tokens, scaled_from or 1)
+            _check_channel_pages(spec, config.page_tokens)
         geometry = paged_geometry(
             config,
             len(names),
@@ -199,15 +193,14 @@ def context_layers(vllm_config: VllmConfig, layout: KVLayout) -> tuple[int, ...]
     )
 
 
-def _check_channel_pages(spec: AttentionSpec, page_tokens: int, times: int) -> None:
-    """Raises UnsupportedError when channels, ``times`` as many to a page as of K as it is, cannot
-    be read in part."""
+def _check_channel_pages(spec: AttentionSpec, page_tokens: int) -> None:
+    """Raises UnsupportedError when channels cannot be read in part."""
     groups = spec.block_size // page_tokens
-    if groups < 4 * times or 2 * times * spec.head_size % groups:
+    if groups < 4 or 2 * spec.head_size % groups:
         raise UnsupportedError(
-            f'sparse.channel_pages "ssd" needs blocks of {4 * times} pages at least, of a number '
-            f"that divides {2 * times * spec.head_size}: --block-size {spec.block_size} is "
-            f'{groups} of {page_tokens} tokens; give another one, or channel_pages "dram"'
+            'sparse.channel_pages "ssd" needs blocks of 4 pages at least, of a number that divides '
+            f"{2 * spec.head_size}: --block-size {spec.block_size} is {groups} of {page_tokens} "
+            'tokens; give another one, or channel_pages "dram"'
         )
 
 
@@ -243,7 +236,7 @@ def fingerprint(
         # holds beside KV differs only by how pages are scored.
         fields["attention"] = "sparse"
         if config.scores_channels:
-            fields["summaries"] = "int8 channels" if config.scales_channels else "channels"
+            fields["summaries"] = "channels"
         elif config.scorer == "codes":
             fields["summaries"] = f"codes of {config.sparse.code_bits} bits"
         elif config.scorer == "spread":

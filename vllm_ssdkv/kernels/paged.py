@@ -68,7 +68,6 @@ class PageKernels(PageAttention, Protocol):
         bounds: IntArray | None = None,
         spread: IntArray | None = None,
         channels: IntArray | None = None,
-        scales: IntArray | None = None,
         value_sum: IntArray | None = None,
     ) -> None:
         """Write what is kept of n complete blocks of one layer, for selectors and compensation.
@@ -81,10 +80,7 @@ class PageKernels(PageAttention, Protocol):
         fp32, then rounded, at most the largest finite number; NaN where K has a number that is not
         finite), ``channels`` ``[kv_heads, head_size,
         block_tokens]`` (K, in the layout's dtype) and ``value_sum`` ``[kv_heads, head_size]``
-        (float32 sum of V over the block's tokens, in order). With ``scales`` ``channels`` are int8,
-        times one float32 per channel: scales ``[kv_heads, head_size]``, of which each head has
-        ``2 * head_size * itemsize`` bytes; what is left of them stays as it is. See
-        ``scaled_channels``.
+        (float32 sum of V over the block's tokens, in order).
         """
         ...
 
@@ -149,7 +145,6 @@ class CpuPageKernels(NativeKernels):
         bounds: IntArray | None = None,
         spread: IntArray | None = None,
         channels: IntArray | None = None,
-        scales: IntArray | None = None,
         value_sum: IntArray | None = None,
     ) -> None:
         """See :meth:`PageKernels.summarize`."""
@@ -158,7 +153,7 @@ class CpuPageKernels(NativeKernels):
             layout.shape,
             *(
                 None if target is None else on_host(target, np.uint64)
-                for target in (bounds, spread, channels, scales, value_sum)
+                for target in (bounds, spread, channels, value_sum)
             ),
             self.threads,
         )
@@ -212,7 +207,6 @@ class CpuPageKernels(NativeKernels):
             geometry.page_bytes,
             geometry.summary_pages,
             geometry.channel_pages,
-            scaled=geometry.scaled_from > 0 and geometry.channel_pages > 0,
             spread=geometry.record.startswith("spread"),
             value_sums=geometry.record == "spread_with_values",
             code_bits=geometry.code_bits,
@@ -268,7 +262,6 @@ class TritonPageKernels:
         bounds: IntArray | None = None,
         spread: IntArray | None = None,
         channels: IntArray | None = None,
-        scales: IntArray | None = None,
         value_sum: IntArray | None = None,
     ) -> None:
         """See :meth:`PageKernels.summarize`; one launch."""
@@ -276,7 +269,6 @@ class TritonPageKernels:
             "bounds": bounds,
             "spread": spread,
             "channels": channels,
-            "scales": scales,
             "value_sum": value_sum,
         }
         self._summarize.summarize(
@@ -364,14 +356,10 @@ class TritonPageKernels:
         channels = self._payloads(slots, geometry, geometry.channel_pages)
         sums = torch.zeros((slots, geometry.heads, layout.head_size), device=self.device)
         size = geometry.heads * record
-        begin = layer * size * (2 if geometry.scaled_from else 1)
-        scales = _rows(summaries) + np.uint64(begin + size) if geometry.scaled_from else None
-        self.summarize(
-            source, layout, channels=_rows(channels), scales=scales, value_sum=_rows(sums)
-        )
+        self.summarize(source, layout, channels=_rows(channels), value_sum=_rows(sums))
         first = geometry.first_channel_page(layer) - geometry.kv_pages
         _put(channels, tails + np.uint64(first * geometry.page_bytes), geometry)
-        held = summaries[:, begin : begin + size].view(slots, geometry.heads, record)
+        held = summaries[:, layer * size : (layer + 1) * size].view(slots, geometry.heads, record)
         held[..., : 4 * layout.head_size] = sums.view(torch.uint8)
 
     def _page_records(

@@ -117,7 +117,6 @@ class CpuScoringKernels(NativeKernels):
         context: ContextSummaries,
         scale: float,
         channels: int,
-        together: int = 1,
     ) -> tuple[Floats, Offsets]:
         """See :meth:`ScoringKernels.channel_logits`."""
         base, window, window_begin = require_channels(context)
@@ -128,7 +127,7 @@ class CpuScoringKernels(NativeKernels):
         count = min(channels, head_size)
         chosen = np.empty((rows, layout.kv_heads, count), np.int32)
         reduced = np.empty((rows, query_heads, count), np.float32)
-        self._native.choose_channels(values, scale, layout.kv_heads, chosen, reduced, together)
+        self._native.choose_channels(values, scale, layout.kv_heads, chosen, reduced)
         if source is not None:
             base = source(chosen)
         first = context.sizes.first_token
@@ -138,7 +137,6 @@ class CpuScoringKernels(NativeKernels):
             reduced,
             context.sizes.bound,
             base,
-            context.channel_scales,
             window_begin,
             context.window_end,
             window,
@@ -333,14 +331,10 @@ class TritonScoringKernels:
         context: ContextSummaries,
         scale: float,
         channels: int,
-        together: int = 1,
     ) -> tuple[torch.Tensor, Offsets]:
         """See :meth:`ScoringKernels.channel_logits`."""
         base, window, begin = require_channels(context)
-        scales = context.channel_scales
-        chosen, reduced = self._score.choose_channels(
-            query, context.layout, channels, scale, together
-        )
+        chosen, reduced = self._score.choose_channels(query, context.layout, channels, scale)
         if context.channel_source is not None:
             base = context.channel_source(on_host(chosen, np.int32))
         first = context.sizes.first_token
@@ -353,7 +347,6 @@ class TritonScoringKernels:
             self._here(begin, torch.int32),
             self._here(context.window_tokens, torch.int32),
             self._here(window, torch.int64),
-            None if scales is None else self._here(scales, torch.int64),
             layout=context.layout,
             picked=context.channel_source is not None,
             max_tokens=_longest(np.diff(first)),

@@ -26,9 +26,4 @@ class KernelSummaryBuilder:
 
     def make_channels(self, pages: NDArray[np.uint64], channels: NDArray[np.uint64]) -> None:
         """See :class:`vllm_ssdkv.store.write.summary_builder.SummaryBuilder`."""
-        scales = None
-        if self._geometry.scaled_from:  # which the tables of summaries have
-            size = self._geometry.heads * self._geometry.payload_bytes // self._layout.page_tokens
-            memory = np.empty((len(pages), size), dtype=np.uint8)
-            scales = memory.ctypes.data + np.arange(len(pages), dtype=np.uint64) * np.uint64(size)
-        self._kernels.summarize(pages, self._layout, channels=channels, scales=scales)
+        self._kernels.summarize(pages, self._layout, channels=channels)

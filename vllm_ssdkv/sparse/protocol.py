@@ -114,9 +114,6 @@ class ContextSummaries:
             each row and KV head, int32 ``[R, kv_heads, count]``, ascending, it answers with the
             addresses of only these of each block, ``[kv_heads, count, block_tokens]``. Blocks while
             they are read; the addresses hold until it is called again.
-        channel_scales: If set, channel-major K is int8, whatever the layout's dtype, times the
-            block's scales at these addresses: float32 ``[kv_heads, head_size]``, each head's
-            ``2 * head_size * itemsize`` bytes behind the one before. The window's K is as it is.
         clusters: Clusters of each row's pages, one for each KV head, [R][kv_heads]; they cover all
             pages of the context. None: each page is by itself.
         known_sizes: Where another layer has worked them out already.
@@ -134,7 +131,6 @@ class ContextSummaries:
     window_begin: NDArray[np.int32] | None = None
     window_end: NDArray[np.int32] | None = None
     channel_source: Callable[[NDArray[np.int32]], NDArray[np.uint64]] | None = None
-    channel_scales: NDArray[np.uint64] | None = None
     ahead: int = 0
     clusters: Sequence[tuple[Clusters, ...]] | None = None
     known_sizes: InitVar[ContextSizes | None] = None

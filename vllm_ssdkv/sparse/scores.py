@@ -175,15 +175,12 @@ class ScoringKernels(Protocol):
         context: ContextSummaries,
         scale: float,
         channels: int,
-        together: int = 1,
     ) -> tuple[Table, Offsets]:
         """Approximate logits of every token from ``channels`` channels, by query head.
 
         SparQ's steps 1 and 2 (Ribar et al. 2024): one set of channels per KV head, the largest sums
         of ``|q_g|`` over its query heads, equal ones by number; ``scale * sqrt(|q_g|_1 /
-        |q_g[i]|_1)`` in place of ``scale``. Neighbours that are chosen ``together``, a number that
-        divides ``channels`` and the head size, go by their sum. Waits for the context's
-        ``channel_source``.
+        |q_g[i]|_1)`` in place of ``scale``. Waits for the context's ``channel_source``.
         """
         ...
 

@@ -119,8 +119,7 @@ class ContextStore(TieredStore):
         return 0 if self._summaries is None else self._summaries.device_places
 
     def keep_on_device(self, memory: DeviceMemory) -> None:
-        """Channel-major K, or the summaries where the plan says so, are kept in this memory, before
-        any are kept at all.
+        """Summaries, where the plan says so, are kept in this memory, before any are kept at all.
 
         Raises:
             ValueError: the slots have none, DRAM has them, or the memory is too small.

@@ -106,17 +106,10 @@ def test_the_quick_form_is_one_budget_at_short_lengths(runs: Runs, tmp_path: Pat
         "4",
         "--reuse-similarity",
         "0.5",
-        "--channel-dtype",
-        "int8",
-        "--channel-group",
-        "2",
     ]
     ask("accuracy", "--quick", *options, "--dir", str(tmp_path))
     assert {run.sparse["reuse_steps"] for run in runs} == {4}
     assert {run.sparse["reuse_similarity"] for run in runs} == {0.5}
-    config = SSDKVConfig.from_extra_config(runs[2].options())
-    assert config.scales_channels
-    assert config.sparse.channel_group == 2
     assert [run.selector for run in runs] == ["exact", "bounds", "sparf", "window"]
     assert {run.sparse["budget"] for run in runs[1:]} == {1 / 8}
     assert all(run.batches == (Batch(2048, 4), Batch(4096, 4)) for run in runs)
@@ -142,8 +135,6 @@ def test_rows_that_attended_to_everything_are_no_result(runs: Runs, tmp_path: Pa
         (["accuracy", "--contexts", "12"], "numbers from 1024 to 32768"),
         (["accuracy", "--budgets", "x"], "numbers from 0.001 to 1"),
         (["accuracy", "--selectors", "bounds,best"], f"any of {', '.join(SPARSE)}"),
-        (["accuracy", "--channel-group", "5"], "5 does not divide the model's head size, 64"),
-        (["accuracy", "--channel-dtype", "int4"], "'int4' is not one of"),
         (["accuracy", "--questions", "4,4"], "as many as --contexts has (5)"),
         (["accuracy", "--plot", "/no/such/place/a.png"], "/no/such/place is not a directory"),
     ],

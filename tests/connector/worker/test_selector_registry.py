@@ -97,9 +97,6 @@ def test_options_reach_sparf() -> None:
     sparf = made("sparf", channels=5, granularity="token").selector
     assert isinstance(sparf, SparfSelector)
     assert (sparf.channels, sparf.granularity) == (5, "token")
-    sparf = made("sparf", channels=5, channel_group=4).selector
-    assert isinstance(sparf, SparfSelector)
-    assert (sparf.channels, sparf.channel_group) == (8, 4)
     adaptive = made("adaptive", scorer="sparf", channels=16).selector
     assert isinstance(adaptive, AdaptiveSelector)
     assert isinstance(adaptive.scorer, SparfSelector)

@@ -78,7 +78,6 @@ def same(backend: RtlsimBackend, call: SparfCall) -> None:
     granularity=st.sampled_from(["token", "page"]),
     share=st.floats(0.01, 1),
     channels=st.integers(1, 64),
-    together=st.sampled_from([1, 2, 8]),
     sinks=st.integers(0, 40),
     rest=st.booleans(),
 )
@@ -87,15 +86,12 @@ def test_the_choice_is_the_selectors(
     granularity: Literal["token", "page"],
     share: float,
     channels: int,
-    together: int,
     sinks: int,
     rest: bool,
 ) -> None:
     kernels = CpuScoringKernels(1)
     budget = Budget(share=share)
-    selector = SparfSelector(
-        budget, channels, granularity, sinks, kernels, together, estimate_rest=rest
-    )
+    selector = SparfSelector(budget, channels, granularity, sinks, kernels, estimate_rest=rest)
     same_choice(problem, selector, stalled)
 
 

@@ -102,6 +102,7 @@ def test_the_kind_of_record_is_kept(tmp_path: Path) -> None:
         (4, 0, 0, 0, "version 4, and summary_pages is 0"),
         (4, 0, 2, 0, "channel_pages is 2, with 0 summary pages"),
         (4, 1, 0, 2, "scaled_from is 2, with 0 channel pages"),
+        (4, 1, 2, 2, "has format version 4, with channels in int8, .* use another directory"),
     ],
 )
 def test_where_the_tail_lies_is_told_by_the_version(

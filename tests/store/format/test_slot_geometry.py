@@ -111,7 +111,7 @@ def test_impossible_records_are_refused(summaries: int, channels: int, record: s
         SlotGeometry("paged", 1, 1, 1, 4096, False, summaries, channels, 0, record)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("channels", "scaled_from"), [(0, 2), (1, 1), (1, 3), (1, -2)])
+@pytest.mark.parametrize(("channels", "scaled_from"), [(0, 2), (1, 2), (1, 3), (1, -2)])
 def test_impossible_scales_are_refused(channels: int, scaled_from: int) -> None:
     with pytest.raises(ValueError, match="scaled_from"):
         SlotGeometry("paged", 1, 1, 1, 4096, False, 1, channels, scaled_from)

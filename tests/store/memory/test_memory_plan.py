@@ -52,16 +52,11 @@ def test_the_plan_uses_what_it_was_given(geometry: SlotGeometry, staging: int, f
 def test_summaries_and_channels_take_what_they_were_given(
     tier: ChannelTier,
 ) -> None:
-    """Channels in memory of the device count, too; of a layer they are one and a half pages."""
-    geometry = with_summaries(
-        SlotGeometry("paged", 2, 2, 3, 8192), 16, channels=True, scaled_from=2
-    )
+    geometry = with_summaries(SlotGeometry("paged", 2, 2, 3, 8192), 16, channels=True)
     given_bytes = 1 << 20
     choice = SparseMemory(16, 1000, summaries=given_bytes, channels=tier)
     plan = MemoryPlan(geometry, 1 << 30, 1 << 20, choice=choice)
-    places = plan.summary_rows * geometry.layers * geometry.channel_pages
-    in_dram = plan.frame_offset - plan.summary_offset
-    taken = in_dram + (places * geometry.payload_bytes if tier == "hbm" else 0)
+    taken = plan.frame_offset - plan.summary_offset
     row = taken / plan.summary_rows
     assert given_bytes - row < taken <= given_bytes + PAGE_ALIGN
 
@@ -176,7 +171,7 @@ def test_dram_that_is_said_to_be_enough_is_enough(
     assert_lent(plan, plan.page_runs, plan.page_offset, plan.page_places, page)
     assert_lent(plan, plan.summary_runs, plan.summary_offset, plan.summary_rows, row)
     assert len(plan.page_runs.firsts) == 0 or page_cache is None
-    assert len(plan.summary_runs.firsts) == 0 or (summaries is None and tier != "hbm")
+    assert len(plan.summary_runs.firsts) == 0 or summaries is None
 
 
 def assert_lent(

@@ -43,12 +43,8 @@ from vllm_ssdkv.store.memory.summary_rows import ChannelTier, with_summaries
 def geometries(draw: st.DrawFn) -> SlotGeometry:
     layers, heads, groups = (draw(st.integers(1, most)) for most in (3, 3, 2))
     shape = (layers, heads, groups, draw(st.sampled_from([512, 5120, 8192])), draw(st.booleans()))
-    channels = draw(st.booleans())
     return with_summaries(
-        SlotGeometry("paged", *shape),
-        BLOCK_TOKENS // groups,
-        channels=channels,
-        scaled_from=draw(st.sampled_from([0, 2, 4])) if channels else 0,
+        SlotGeometry("paged", *shape), BLOCK_TOKENS // groups, channels=draw(st.booleans())
     )
 
 
@@ -127,18 +123,14 @@ CHANNELS = SlotGeometry("paged", 2, 2, 3, 8192, summary_pages=1, channel_pages=3
 
 
 def memory_at(address: int, size: int) -> NDArray[np.uint8]:
-    """Of the arena, or of a device that is the CPU."""
     return np.frombuffer(ctypes.string_at(address, size), np.uint8)
 
 
-@pytest.mark.parametrize("tier", ["dram", "hbm"])
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_channels_and_sums_come_with_the_summaries(
-    make_store: MakeStore, encrypted: bool, tier: ChannelTier
-) -> None:
+def test_channels_and_sums_come_with_the_summaries(make_store: MakeStore, encrypted: bool) -> None:
     """Two heads of three groups of 16 tokens: all of a layer's K is three pages."""
     geometry = replace(CHANNELS, encrypted=encrypted)
-    rig = make_store(geometry, block_tokens=48, channels=tier)
+    rig = make_store(geometry, block_tokens=48)
     names = context(rig, range(4))
     before = read_requests(rig)
     for _ in range(2):
@@ -157,31 +149,6 @@ def test_channels_and_sums_come_with_the_summaries(
         # What a slot has on a device is neighbours there, not in memory: two slots, three devices.
         assert read_requests(rig) - before == 6
         chosen.close()
-
-
-@pytest.mark.parametrize("tier", ["dram", "hbm"])
-def test_int8_channels_come_with_their_scales(make_store: MakeStore, tier: ChannelTier) -> None:
-    """Of 16 bit: a layer's K is one and a half pages; each layer has two sums, then two scales."""
-    base = SlotGeometry("paged", 2, 2, 3, 8192)
-    geometry = with_summaries(base, 16, channels=True, scaled_from=2)
-    assert (geometry.summary_pages, geometry.channel_pages) == (1, 2)
-    rig = make_store(geometry, block_tokens=48, channels=tier)
-    names = context(rig, range(4))
-    chosen = rig.store.choose([array([3, 1])], [0])
-    assert chosen.holds_scales
-    assert chosen.channels_on_device == (tier == "hbm")
-    for layer in range(2):
-        scales = chosen.scales(layer).tolist()
-        addresses = zip(chosen.channels(layer).tolist(), scales, (3, 1), strict=True)
-        for block, (at, scale, slot) in enumerate(addresses):
-            pages = content(geometry, names[slot])[geometry.kv_pages :]
-            wanted = pages[1 + 2 * layer : 3 + 2 * layer].ravel()[: 3 * 4096]
-            np.testing.assert_array_equal(memory_at(at, 3 * 4096), wanted)
-            records = pages[0].reshape(16, 512)[4 * layer : 4 * layer + 4]
-            np.testing.assert_array_equal(memory_at(scale, 1024), records[2:].ravel())
-            sums = chosen.values(layer, 0, 128)[block].view(np.uint8)
-            np.testing.assert_array_equal(sums, records[:2])
-    chosen.close()
 
 
 def test_a_table_without_channels_brings_sums_only(make_store: MakeStore) -> None:
@@ -580,9 +547,9 @@ def test_rows_that_choose_are_streamed_in_dense_layers_only(
 
 @pytest.mark.parametrize(
     ("geometry", "tier", "places"),
-    [(CHANNELS, "dram", 999), (SUMMED, "hbm", 999), (CHANNELS, "ssd", 1)],
+    [(CHANNELS, "dram", 999), (SUMMED, "dram", 999), (CHANNELS, "ssd", 1)],
 )
-def test_memory_for_channels_that_cannot_be_used_is_refused(
+def test_memory_of_a_device_that_cannot_be_used_is_refused(
     make_store: MakeStore, geometry: SlotGeometry, tier: ChannelTier, places: int
 ) -> None:
     rig = make_store(geometry, block_tokens=48, channels=tier)

@@ -10,7 +10,6 @@ from tests.attention.test_sparse import Rows, make_rows, make_store
 from vllm_ssdkv.connector.worker import paged_port
 from vllm_ssdkv.kernels.paged import TritonPageKernels
 from vllm_ssdkv.kernels.scoring import TritonScoringKernels
-from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.summary_rows import ChannelTier
 
 __all__ = ["make_rows", "make_store"]
@@ -25,28 +24,10 @@ def _triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "CpuScoringKernels", lambda: TritonScoringKernels(cpu))
 
 
-SOAK = pytest.mark.soak
-TIERS: tuple[ChannelTier, ...] = ("dram", "ssd", "hbm")
-GEOMETRIES = {"as_k": native.CHANNELS, "int8": native.SCALED}
-SHORT = (("as_k", "ssd"), ("int8", "dram"), ("as_k", "hbm"))
-"""Each tier and each type once in `make test`; all pairs in `make soak`."""
-
-
-@pytest.mark.parametrize(
-    ("tier", "geometry"),
-    [
-        pytest.param(
-            tier, GEOMETRIES[kind], id=f"{kind}-{tier}", marks=() if (kind, tier) in SHORT else SOAK
-        )
-        for tier in TIERS
-        for kind in GEOMETRIES
-    ],
-)
-def test_sparf_by_token_is_sparq(
-    make_rows: Callable[..., Rows], tier: ChannelTier, geometry: SlotGeometry
-) -> None:
+@pytest.mark.parametrize("tier", ["dram", "ssd"])
+def test_sparf_by_token_is_sparq(make_rows: Callable[..., Rows], tier: ChannelTier) -> None:
     """Channels from summaries, or only those asked for; token mask, alpha and mean V."""
-    native.test_sparf_by_token_is_sparq(make_rows, tier, geometry)
+    native.test_sparf_by_token_is_sparq(make_rows, tier)
 
 
 def test_sparf_by_page_reads_the_budget(make_rows: Callable[..., Rows]) -> None:

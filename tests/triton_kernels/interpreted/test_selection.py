@@ -40,9 +40,9 @@ def on_device(scores: Scores, heads: int) -> Scores:
     return Scores(score, mass, torch.as_tensor(scores.window_mass), scores.first)
 
 
-def picked(problem: Contexts, *, int8: bool) -> ContextSummaries:
+def picked(problem: Contexts) -> ContextSummaries:
     """The same context, whose channels have to be asked for."""
-    layout, context = problem.layout, problem.scaled() if int8 else problem.summaries
+    layout, context = problem.layout, problem.summaries
     kept: list[torch.Tensor] = []
 
     def source(channels: NDArray[np.int32]) -> NDArray[np.uint64]:
@@ -50,8 +50,7 @@ def picked(problem: Contexts, *, int8: bool) -> ContextSummaries:
             for block in range(context.row_begin[row], context.row_end[row]):
                 shape = layout.kv_heads, layout.head_size, layout.block_tokens
                 index = torch.from_numpy(channels[row].astype(np.int64))[..., None]
-                held = problem.scaled_block(block)[0] if int8 else problem.kept(1, block)
-                held = held.view(shape)
+                held = problem.kept(1, block).view(shape)
                 kept.append(held.gather(1, index.expand(-1, -1, layout.block_tokens)))
         return np.array([part.data_ptr() for part in kept], np.uint64)
 
@@ -61,9 +60,7 @@ def picked(problem: Contexts, *, int8: bool) -> ContextSummaries:
 @given(
     problem=contexts(most_blocks=3),
     channels=st.integers(1, 20),
-    together=st.sampled_from([1, 2]),
     asked=st.booleans(),
-    int8=st.booleans(),
     by_token=st.booleans(),
     tile=st.sampled_from([32, 1024]),
     share=st.sampled_from([0.0, 0.4, 1.0]),
@@ -74,9 +71,7 @@ def picked(problem: Contexts, *, int8: bool) -> ContextSummaries:
 def test_scores_of_tokens_and_what_they_cover(
     problem: Contexts,
     channels: int,
-    together: int,
     asked: bool,
-    int8: bool,
     by_token: bool,
     tile: int,
     share: float,
@@ -91,11 +86,8 @@ def test_scores_of_tokens_and_what_they_cover(
         patch.setattr(tokens, "TILE", tile)
         made = []
         for kernels in (TRITON, NATIVE):
-            context = problem.scaled() if int8 else problem.summaries
-            context = picked(problem, int8=int8) if asked else context
-            logits, first = kernels.channel_logits(
-                problem.query, context, problem.scale, channels * together, together
-            )
+            context = picked(problem) if asked else problem.summaries
+            logits, first = kernels.channel_logits(problem.query, context, problem.scale, channels)
             scores = kernels.score_tokens(logits, first, heads, context, page_tokens)
             assert scores.tokens is not None
             made.append((logits, scores, kernels.cover(selection, scores.tokens, context)))

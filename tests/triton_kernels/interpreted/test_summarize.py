@@ -13,7 +13,7 @@ from vllm_ssdkv.kernels.paged import CpuPageKernels, PageKernels, TritonPageKern
 from vllm_ssdkv.triton_kernels.summarize import summarize
 
 CPU = torch.device("cpu")
-NAMES = ("bounds", "spread", "channels", "scales", "value_sum")
+NAMES = ("bounds", "spread", "channels", "value_sum")
 
 
 def made(kernels: PageKernels, problem: Contexts, names: tuple[str, ...]) -> list[torch.Tensor]:
@@ -25,7 +25,6 @@ def made(kernels: PageKernels, problem: Contexts, names: tuple[str, ...]) -> lis
         2 * layout.groups * each * item,
         2 * layout.groups * each * item,
         layout.block_tokens * each * item,
-        2 * each * item,
         4 * each,
     )
     memory = [torch.full((count, size + 8), 0xFF, dtype=torch.uint8) for size in sizes]
@@ -43,9 +42,7 @@ def made(kernels: PageKernels, problem: Contexts, names: tuple[str, ...]) -> lis
 
 @given(
     problem=contexts(most_blocks=3),
-    names=st.sets(st.sampled_from(NAMES)).map(
-        lambda names: tuple(names if "channels" in names else names - {"scales"})
-    ),
+    names=st.sets(st.sampled_from(NAMES)).map(tuple),
 )
 @settings(max_examples=12, deadline=None)
 def test_the_bytes_are_the_native_kernels(problem: Contexts, names: tuple[str, ...]) -> None:

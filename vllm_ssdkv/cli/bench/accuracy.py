@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
@@ -25,7 +25,6 @@ from vllm_ssdkv.cli.bench.recall_options import (
 )
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.profiling.accuracy.suites import NEEDLES, SUITES
-from vllm_ssdkv.profiling.recall import recall
 from vllm_ssdkv.profiling.recall.bench import SPARSE, WINDOW, RecallStores
 from vllm_ssdkv.profiling.recall.run import BLOCK_TOKENS
 
@@ -96,15 +95,6 @@ def accuracy(
     ] = BLOCK_TOKENS,
     reuse_steps: ReuseOption = 1,
     reuse_similarity: SimilarityOption = 0.8,
-    channel_dtype: Annotated[
-        Literal["as_k", "int8"],
-        typer.Option(
-            help="How the copy of K is kept by which sparf and adaptive score: as_k or int8."
-        ),
-    ] = "as_k",
-    channel_group: Annotated[
-        int, typer.Option(min=1, help="Neighbours among its channels that are chosen together.")
-    ] = 1,
     sparse: Annotated[
         list[str] | None,
         typer.Option(
@@ -145,8 +135,6 @@ def accuracy(
     options = {
         "reuse_steps": reuse_steps,
         "reuse_similarity": reuse_similarity,
-        "channel_dtype": channel_dtype,
-        "channel_group": channel_group,
         **_sparse(sparse or [], chosen),
     }
     asks_recall = _RECALL in suites
@@ -159,11 +147,6 @@ def accuracy(
         batches = recall_accuracy.batches_of(
             lengths, questions or ("4" if quick or contexts else _QUESTIONS)
         )
-        if recall.HEAD_SIZE % channel_group:
-            raise typer.BadParameter(
-                f"{channel_group} does not divide the model's head size, {recall.HEAD_SIZE}",
-                param_hint="--channel-group",
-            )
     text = None
     if named := tuple(name for name in SUITES if name in suites):
         counts = arguments.numbers("--questions", questions or str(len(NEEDLES)), 1, len(NEEDLES))

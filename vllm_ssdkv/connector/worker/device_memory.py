@@ -1,5 +1,5 @@
-"""Memory of the device that attends: for pages that were chosen lately, for K's channels, and for
-summaries of pages."""
+"""Memory of the device that attends: for pages that were chosen lately, and for summaries of
+pages."""
 
 from __future__ import annotations
 
@@ -80,8 +80,11 @@ def _is_host(device: torch.device) -> bool:
 def summary_memory(
     held: torch.Tensor, places: int, layout: BlockLayout, geometry: SlotGeometry
 ) -> DeviceMemory:
-    """Pages of summaries in memory that :func:`take_summary_memory` gave, as :func:`channel_memory`
-    has them for channels."""
+    """So many pages of summaries in memory that :func:`take_summary_memory` gave, back to back and
+    without their padding.
+
+    A copy blocks until it has ended: the frames and places that pages come from are used again.
+    """
     size = places * geometry.payload_bytes
     memory = held[:size].view(layout.dtype).view(places, -1)
     return _pages(memory, layout, geometry, wait=True)
@@ -105,46 +108,16 @@ def hot_memory(
         ConfigError: the device has no more memory.
     """
     places = max(1, nbytes // geometry.page_bytes)
-    memory = _empty(places, geometry.page_bytes, layout, device, "sparse.hbm_pages", "lower it")
-    return _pages(memory, layout, geometry, wait=False)
-
-
-def channel_memory(
-    places: int, layout: BlockLayout, geometry: SlotGeometry, device: torch.device
-) -> DeviceMemory:
-    """The same for so many channel pages, back to back and without their padding.
-
-    A copy blocks until it has ended: the frames and places that pages come from are used again.
-    """
-    memory = _empty(
-        places,
-        geometry.payload_bytes,
-        layout,
-        device,
-        'sparse.channel_pages "hbm"',
-        'lower sparse.summaries, or set "dram"',
-    )
-    return _pages(memory, layout, geometry, wait=True)
-
-
-def _empty(
-    places: int,
-    stride_bytes: int,
-    layout: BlockLayout,
-    device: torch.device,
-    option: str,
-    remedy: str,
-) -> torch.Tensor:
-    """Memory [places, elements of a page]. Raises ConfigError, which names the option."""
+    elements = geometry.page_bytes // layout.dtype.itemsize
     try:
-        return torch.empty(
-            (places, stride_bytes // layout.dtype.itemsize), dtype=layout.dtype, device=device
-        )
+        memory = torch.empty((places, elements), dtype=layout.dtype, device=device)
     except RuntimeError as error:  # CUDA's out of memory is one; on CPUs there is no own type
         raise ConfigError(
-            f"no room for {approximate_size(places * stride_bytes)} of {option} on {device} beside "
-            f"the model and vLLM's KV cache; {remedy}, or lower --gpu-memory-utilization"
+            f"no room for {approximate_size(places * geometry.page_bytes)} of sparse.hbm_pages on "
+            f"{device} beside the model and vLLM's KV cache; lower it, or lower "
+            "--gpu-memory-utilization"
         ) from error
+    return _pages(memory, layout, geometry, wait=False)
 
 
 def _pages(

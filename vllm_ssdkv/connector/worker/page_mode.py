@@ -15,7 +15,6 @@ from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.kv_layout import KVLayout, block_layout
 from vllm_ssdkv.connector.messages import RankReport, StepPlan
 from vllm_ssdkv.connector.worker.device_memory import (
-    channel_memory,
     hot_memory,
     summary_memory,
     take_summary_memory,
@@ -325,9 +324,7 @@ def _use_memory_of(
     hbm = block_layout(layout, config.page_tokens)
     if config.sparse.hbm_pages is not None:
         store.keep_hot_pages(hot_memory(config.sparse.hbm_pages, hbm, geometry, device))
-    if config.scores_channels and config.sparse.channel_pages == "hbm":
-        store.keep_on_device(channel_memory(store.device_places, hbm, geometry, device))
-    elif held is not None and rank.opened.plan.summaries_on_device:
+    if held is not None and rank.opened.plan.summaries_on_device:
         store.keep_on_device(summary_memory(held, store.device_places, hbm, geometry))
 
 

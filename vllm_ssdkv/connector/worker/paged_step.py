@@ -291,10 +291,7 @@ class PagedStep:
         token, channel = contexts.fetched, contexts.fetched_channels
         summary = contexts.fetched_summaries
         hot, frame, cache, ssd = token.hot, token.frame, token.cache, token.ssd
-        channels = counts.channel_bytes
-        held = channels if contexts.holds_channels else 0
-        in_hbm = held if contexts.channels_on_device else 0
-        in_dram = held - in_hbm + counts.scale_bytes
+        in_dram = counts.channel_bytes if contexts.holds_channels else 0
         # Written out: every step does this, behind a model that has emptied the caches.
         return (
             counts.lists > 0,
@@ -315,7 +312,7 @@ class PagedStep:
             frame * page,
             cache * page,
             ssd * page,
-            in_hbm,
+            0,
             channel.frame * page + in_dram,
             channel.cache * page,
             channel.ssd * page,
@@ -324,7 +321,7 @@ class PagedStep:
             summary.cache * page,
             summary.ssd * page,
             counts.tokens * self._token_bytes,
-            channels + counts.scale_bytes,
+            counts.channel_bytes,
         )
 
     def streamed(self) -> tuple[list[Row], list[SlotArray]]:

@@ -29,8 +29,7 @@ class Packer {
         groups_(p_.layout.block_tokens / p_.layout.page_tokens),
         record_(2 * p_.layout.head_size * item_bytes(p_.layout.dtype)),
         payload_(p_.layout.page_tokens * record_),
-        channel_bytes_(p_.layout.head_size * p_.layout.block_tokens *
-                       (p_.scaled ? 1 : item_bytes(p_.layout.dtype))),
+        channel_bytes_(p_.layout.head_size * p_.layout.block_tokens * item_bytes(p_.layout.dtype)),
         key_width_(row_width(p_.layout.head_size)) {}
 
   std::int64_t head_bytes() const { return groups_ * payload_; }
@@ -91,9 +90,7 @@ class Packer {
     const std::int64_t width = std::max(key_width_, p_.feature_width);
     return 4 * tokens * (1 + key_width_) + order_scratch_bytes(tokens, width);
   }
-  std::int64_t records_per_head() const {
-    return p_.channel_pages == 0 ? groups_ : (p_.scaled ? 2 : 1);
-  }
+  std::int64_t records_per_head() const { return p_.channel_pages == 0 ? groups_ : 1; }
   std::int64_t sums_per_layer() const { return p_.value_sums ? p_.layout.kv_heads : 0; }
   std::int64_t records() const {
     return p_.layers * (p_.layout.kv_heads * records_per_head() + sums_per_layer());
@@ -186,19 +183,12 @@ class Packer {
   void pack_channels(const PageLayout& layout, std::int64_t layer, std::int64_t head,
                      const std::byte* from, std::byte* tail, std::byte* scratch) const {
     const std::int64_t heads = p_.layout.kv_heads;
-    const std::int64_t floats = p_.layout.head_size * 4;
-    const std::int64_t number = layer * heads * records_per_head() + head;
-    write_sum(layout, from, record(tail, number));
-    std::byte* scales = nullptr;
-    if (p_.scaled) {
-      scales = record(tail, number + heads);
-      std::memset(scales + floats, 0, count(record_ - floats));
-    }
+    write_sum(layout, from, record(tail, layer * heads + head));
     const std::int64_t page = first_channel_page(layer);
     const std::int64_t begin = head * channel_bytes_;
     const bool whole = p_.page_bytes == payload_ || begin % payload_ + channel_bytes_ <= payload_;
     std::byte* const to = whole ? byte(tail, page, begin) : scratch;
-    kernels_.channels(layout, from, to, scales);
+    kernels_.channels(layout, from, to);
     if (!whole) put(tail, page, begin, scratch, channel_bytes_);
   }
 

@@ -12,9 +12,9 @@ namespace ssdkv::attention {
 // tail, which may be elsewhere, summary pages, then channel pages ordered layer. Summary and
 // channel pages hold one stretch of bytes each (the channel pages of each layer one), cut into as
 // many bytes as a page's K and V take. Summaries are records of as many bytes as a token's K and V
-// take, ordered layer: with channel pages the sums of V of the layer's heads, then, if channels are
-// int8, their scales; without, records of its pages and, if wanted, the sums of V. Codes are one
-// record of each head, of their own size. See docs/format.md.
+// take, ordered layer: with channel pages the sums of V of the layer's heads; without, records of
+// its pages and, if wanted, the sums of V. Codes are one record of each head, of their own size.
+// See docs/format.md.
 //
 // Where tokens are ordered, each head's go into its pages by likeness (token_order.hpp) before
 // anything is made of them.
@@ -28,7 +28,6 @@ struct Packing {
   std::int64_t page_bytes;
   std::int64_t summary_pages;
   std::int64_t channel_pages;     // of each layer; 0: summaries are records of pages
-  bool scaled;                    // channels are int8
   PageRecord record;              // of a page, or of codes
   CodeShape codes;                // where it is of codes
   bool value_sums;                // behind the records of a layer's pages

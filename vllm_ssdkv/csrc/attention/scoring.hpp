@@ -14,9 +14,6 @@
 
 namespace ssdkv::attention {
 
-// Scales of a block's channels are float [kv_heads][head_size], where each head has as many bytes
-// as a token's K and V take; those behind its scales are not looked at.
-
 // What is kept of pages' K: of each page [2][head_size] numbers of its dtype, or of all pages of a
 // head one record.
 enum class PageRecord {
@@ -33,7 +30,6 @@ struct Summaries {
   const std::uint64_t* bounds;     // [kv_heads][groups][2][head_size]: min, max over a page's K
   const std::uint64_t* spread;     // the same: mean, variance
   const std::uint64_t* channels;   // [kv_heads][head_size][block_tokens]: K
-  const std::uint64_t* scales;     // not null: channels are int8, times these; see below
   const std::uint64_t* value_sum;  // float [kv_heads][head_size]: V summed over the tokens
   const std::uint64_t* codes;      // [kv_heads]: records of this shape
   CodeShape code_shape;
@@ -66,7 +62,6 @@ struct ChannelScoring {
   // [blocks]: channel-major K, [kv_heads][held][block_tokens]; `place` says which of the `held`
   // channels each of `channels` is. All of them, as in Summaries, or those that were chosen.
   const std::uint64_t* base;
-  const std::uint64_t* scales;  // [blocks], of all channels; null: K is of the layout's dtype
   std::int64_t held;
   const std::int32_t* place;  // [rows][kv_heads][count]
   const std::int32_t* window_begin;
@@ -134,9 +129,8 @@ struct Projection {
 // 64-byte aligned and has the bytes stated.
 struct SparseKernels {
   void (*page_record)(const PageLayout&, PageRecord kind, const std::byte* page, std::byte* to);
-  // K of one head of a block, from its first page on, channel-major: [head_size][block_tokens]. In
-  // int8 if there is a place for scales, float [head_size].
-  void (*channels)(const PageLayout&, const std::byte* pages, std::byte* to, std::byte* scales);
+  // K of one head of a block, from its first page on, channel-major: [head_size][block_tokens].
+  void (*channels)(const PageLayout&, const std::byte* pages, std::byte* to);
   // V of one head of a block, from its first page on, summed over the tokens: float [head_size].
   void (*value_sum)(const PageLayout&, const std::byte* pages, std::byte* to);
   // K of one head of a block, from its first page on, as rows [block_tokens][width] with zeros
@@ -152,9 +146,8 @@ struct SparseKernels {
   // 4 * group * (head_size + 15) bytes.
   void (*page_logits)(const PageScoring&, std::int64_t row, std::int64_t head,
                       std::int64_t page_begin, std::int64_t page_end, std::byte* scratch);
-  // 4 * count * group bytes.
   void (*channel_logits)(const ChannelScoring&, std::int64_t row, std::int64_t head,
-                         std::int64_t block_begin, std::int64_t block_end, std::byte* scratch);
+                         std::int64_t block_begin, std::int64_t block_end);
   // 4 * count * 64 bytes.
   void (*window_logits)(const ChannelScoring&, std::int64_t row, std::int64_t head,
                         std::byte* scratch);

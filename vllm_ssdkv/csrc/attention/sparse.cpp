@@ -61,7 +61,6 @@ void summarize_blocks(const Summaries& s, std::int64_t blocks, std::int64_t thre
   const PageLayout& layout = s.layout;
   const std::int64_t groups = layout.block_tokens / layout.page_tokens;
   const std::int64_t token = layout.head_size * item_bytes(layout.dtype);
-  const std::int64_t channel_item = s.scales == nullptr ? item_bytes(layout.dtype) : 1;
   const std::int64_t bytes = 2 * layout.kv_heads * layout.block_tokens * token;
   const auto one = [&](std::int64_t block, std::int64_t head, std::byte* scratch) {
     const auto place = [&](const std::uint64_t* list, std::int64_t size) {
@@ -81,9 +80,7 @@ void summarize_blocks(const Summaries& s, std::int64_t blocks, std::int64_t thre
       kernels.encode(layout, s.code_shape, pages, scratch, place(s.codes, s.code_shape.bytes));
     }
     if (s.channels != nullptr) {
-      kernels.channels(layout, pages,
-                       place(s.channels, layout.head_size * layout.block_tokens * channel_item),
-                       s.scales == nullptr ? nullptr : place(s.scales, 2 * token));
+      kernels.channels(layout, pages, place(s.channels, layout.block_tokens * token));
     }
     if (s.value_sum != nullptr) {
       kernels.value_sum(layout, pages, place(s.value_sum, layout.head_size * 4));
@@ -147,19 +144,17 @@ void score_pages(const PageScoring& s, std::int64_t rows, std::int64_t threads) 
 void score_channels(const ChannelScoring& s, std::int64_t rows, std::int64_t threads) {
   const SparseKernels& kernels = *active_kernels().sparse;
   const PageLayout& layout = s.layout;
-  const std::int64_t item = s.scales == nullptr ? item_bytes(layout.dtype) : 1;
+  const std::int64_t item = item_bytes(layout.dtype);
   const std::int64_t block = s.count * layout.block_tokens * item;
-  const std::int64_t group = s.query_heads / layout.kv_heads;
   const std::vector<Piece> pieces =
       cut(rows, layout.kv_heads, std::max<std::int64_t>(1, block),
           [&](std::int64_t row) { return s.row_end[row] - s.row_begin[row]; });
   for_tasks(static_cast<std::int64_t>(pieces.size()),
             team(s.first_column[rows] * layout.kv_heads * s.count * item, threads),
-            static_cast<std::size_t>(4 * s.count * std::max<std::int64_t>(64, group)),
-            [&](std::int64_t task, std::byte* bytes) {
+            static_cast<std::size_t>(4 * s.count * 64), [&](std::int64_t task, std::byte* bytes) {
               const Piece& p = pieces[static_cast<std::size_t>(task)];
               if (p.begin == 0) kernels.window_logits(s, p.row, p.head, bytes);
-              if (p.begin < p.end) kernels.channel_logits(s, p.row, p.head, p.begin, p.end, bytes);
+              if (p.begin < p.end) kernels.channel_logits(s, p.row, p.head, p.begin, p.end);
             });
 }
 

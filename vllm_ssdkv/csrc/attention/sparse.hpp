@@ -25,14 +25,12 @@ void score_tokens(const TokenScoring& scoring, std::int64_t rows, std::int64_t t
 void cover_pages(const Coverage& coverage, std::int64_t rows, std::int64_t threads);
 
 // The channels of each KV head that SparQ's first step takes: the largest sums of |q| over its
-// query heads, equal ones by number; and the queries of those channels. Neighbours that are chosen
-// `together` are summed together.
+// query heads, equal ones by number; and the queries of those channels.
 struct ChannelChoice {
   std::int64_t kv_heads;
   std::int64_t query_heads;
   std::int64_t head_size;
   std::int64_t count;
-  std::int64_t together;   // divides head_size and count
   float scale;             // of full logits
   const float* query;      // [rows][query_heads][head_size]
   std::int32_t* channels;  // [rows][kv_heads][count], ascending

@@ -63,17 +63,14 @@ void py_summarize(Vector<std::uint64_t> source, const BlockShape& shape,
                   std::optional<Vector<std::uint64_t>> bounds,
                   std::optional<Vector<std::uint64_t>> spread,
                   std::optional<Vector<std::uint64_t>> channels,
-                  std::optional<Vector<std::uint64_t>> scales,
                   std::optional<Vector<std::uint64_t>> value_sum, std::int64_t threads) {
   check_threads(threads);
   const std::int64_t blocks = extent(source.shape(0));
-  require(channels || !scales, "scales are of channels");
   const Summaries s{shape,
                     source.data(),
                     check_targets(bounds, blocks),
                     check_targets(spread, blocks),
                     check_targets(channels, blocks),
-                    check_targets(scales, blocks),
                     check_targets(value_sum, blocks),
                     nullptr,
                     {}};
@@ -99,33 +96,30 @@ void py_encode(Vector<std::uint64_t> source, const BlockShape& shape, Vector<std
 struct SlotTails {
   BlockShape shape;
   std::int64_t layers, page_bytes, summary_pages, channel_pages;
-  bool scaled, spread, value_sums;
+  bool spread, value_sums;
   CodeShape codes;
 
   SlotTails(const BlockShape& of, std::int64_t layers_of, std::int64_t bytes_of_page,
-            std::int64_t pages_of_summaries, std::int64_t pages_of_channels, bool scaled_channels,
-            bool spread_records, bool with_value_sums, std::int64_t code_bits)
+            std::int64_t pages_of_summaries, std::int64_t pages_of_channels, bool spread_records,
+            bool with_value_sums, std::int64_t code_bits)
       : shape(of),
         layers(layers_of),
         page_bytes(bytes_of_page),
         summary_pages(pages_of_summaries),
         channel_pages(pages_of_channels),
-        scaled(scaled_channels),
         spread(spread_records),
         value_sums(with_value_sums),
         codes(code_shape(shape, code_bits)) {
     require(layers > 0, "a slot has at least one layer");
     require(page_bytes >= shape.payload(), "page_bytes is smaller than K and V of one page");
-    require(channel_pages >= 0 && (channel_pages > 0 || !scaled), "scales are of channels");
+    require(channel_pages >= 0, "channel_pages must not be negative");
     require(channel_pages == 0 || !spread, "summaries are channels or spread, not both");
     require(spread || !value_sums, "sums of V are behind spread, or before channels");
-    const std::int64_t item = scaled ? 1 : item_bytes(shape.dtype);
-    require(channel_pages == 0 || channel_pages * shape.payload() >=
-                                      shape.kv_heads * shape.head_size * shape.block_tokens * item,
+    require(channel_pages == 0 ||
+                2 * channel_pages * shape.page_tokens >= shape.kv_heads * shape.block_tokens,
             "channel_pages are too few for K");
     const std::int64_t records =
-        shape.kv_heads *
-        ((channel_pages == 0 ? shape.groups() : (scaled ? 2 : 1)) + (value_sums ? 1 : 0));
+        shape.kv_heads * ((channel_pages == 0 ? shape.groups() : 1) + (value_sums ? 1 : 0));
     if (code_bits != 0) {
       check_bits(code_bits);
       require(channel_pages == 0 && !spread, "summaries are codes, channels or spread, only one");
@@ -189,7 +183,6 @@ void py_pack_summarized(Vector<std::uint64_t> source, std::optional<Vector<std::
   p.page_bytes = tails.page_bytes;
   p.summary_pages = tails.summary_pages;
   p.channel_pages = tails.channel_pages;
-  p.scaled = tails.scaled;
   p.record = tails.codes.bits != 0 ? PageRecord::kCodes
              : tails.spread        ? PageRecord::kSpread
                                    : PageRecord::kBounds;
@@ -287,31 +280,27 @@ void py_code_logits(ConstCube query, double scale, const Contexts& contexts,
 }
 
 void py_choose_channels(ConstCube query, double scale, std::int64_t kv_heads,
-                        Array<std::int32_t, nb::ndim<3>> channels, Cube reduced,
-                        std::int64_t together) {
+                        Array<std::int32_t, nb::ndim<3>> channels, Cube reduced) {
   const std::int64_t rows = extent(query.shape(0));
   const std::int64_t q_heads = extent(query.shape(1));
   const std::int64_t head_size = extent(query.shape(2));
   const std::int64_t count = extent(channels.shape(2));
   check_heads(kv_heads, q_heads, 1);
   require(count > 0 && count <= head_size, "channels must be between 1 and head_size");
-  require(together > 0 && head_size % together == 0 && count % together == 0,
-          "channels that are chosen together must divide head_size and count");
   require(extent(channels.shape(0)) == rows && extent(channels.shape(1)) == kv_heads,
           "channels must be [rows, kv_heads, count]");
   require(extent(reduced.shape(0)) == rows && extent(reduced.shape(1)) == q_heads &&
               extent(reduced.shape(2)) == count,
           "reduced must be [rows, q_heads, count]");
-  const ChannelChoice choice{kv_heads,     q_heads,         head_size,
-                             count,        together,        static_cast<float>(scale),
-                             query.data(), channels.data(), reduced.data()};
+  const ChannelChoice choice{
+      kv_heads,     q_heads,         head_size,     count, static_cast<float>(scale),
+      query.data(), channels.data(), reduced.data()};
   const Unlocked unlocked;
   choose_channels(choice, rows);
 }
 
 void py_channel_logits(Array<const std::int32_t, nb::ndim<3>> channels, ConstCube reduced,
                        const Contexts& contexts, Vector<std::uint64_t> base,
-                       std::optional<Vector<std::uint64_t>> scales,
                        Vector<std::int32_t> window_begin, Vector<std::int32_t> window_end,
                        Vector<std::uint64_t> window, Array<float, nb::ndim<1>> logits,
                        bool chosen_only, std::int64_t threads) {
@@ -331,7 +320,6 @@ void py_channel_logits(Array<const std::int32_t, nb::ndim<3>> channels, ConstCub
             "a channel lies outside the head");
   }
   contexts.check_addresses(base);
-  s.scales = check_targets(scales, extent(base.shape(0)));
   check_blocks(window_begin, window_end, rows, extent(window.shape(0)));
   for (std::int64_t r = 0; r < rows; ++r) {
     const std::int64_t blocks = window_end.data()[r] - window_begin.data()[r];
@@ -567,8 +555,8 @@ std::pair<double, std::int64_t> py_count_choice(const ConstMatrix& mass,
 void bind_sparse(nb::module_& module) {
   module.def("summarize", &py_summarize, nb::arg("source").noconvert(), nb::arg("shape"),
              nb::arg("bounds").noconvert().none(), nb::arg("spread").noconvert().none(),
-             nb::arg("channels").noconvert().none(), nb::arg("scales").noconvert().none(),
-             nb::arg("value_sum").noconvert().none(), nb::arg("threads"),
+             nb::arg("channels").noconvert().none(), nb::arg("value_sum").noconvert().none(),
+             nb::arg("threads"),
              "Write summaries of blocks: page records, channel-major K and sums of V.");
   module.def("encode", &py_encode, nb::arg("source").noconvert(), nb::arg("shape"),
              nb::arg("codes").noconvert(), nb::arg("bits"), nb::arg("threads"),
@@ -577,11 +565,11 @@ void bind_sparse(nb::module_& module) {
 
 Pages are ``page_bytes`` apart. A tail has ``summary_pages``, then ``channel_pages`` of each layer.
 Without channel pages summaries are bounds, or ``spread``, behind which may be the sums of V
-(``value_sums``), or codes of ``code_bits``, if not 0; ``scaled`` channels are int8.)")
+(``value_sums``), or codes of ``code_bits``, if not 0.)")
       .def(nb::init<const BlockShape&, std::int64_t, std::int64_t, std::int64_t, std::int64_t, bool,
-                    bool, bool, std::int64_t>(),
+                    bool, std::int64_t>(),
            nb::arg("shape"), nb::arg("layers"), nb::arg("page_bytes"), nb::arg("summary_pages"),
-           nb::arg("channel_pages"), nb::arg("scaled"), nb::arg("spread"), nb::arg("value_sums"),
+           nb::arg("channel_pages"), nb::arg("spread"), nb::arg("value_sums"),
            nb::arg("code_bits"));
   nb::class_<Order>(module, "Order", R"(Order of the tokens of blocks on their way to slots.
 
@@ -649,13 +637,12 @@ behind them; its columns begin at ``first_page[r]`` and ``first_token[r]`` of a 
       nb::arg("bits"), "The numbers that codes stand for, ascending.");
   module.def("choose_channels", &py_choose_channels, nb::arg("query").noconvert(), nb::arg("scale"),
              nb::arg("kv_heads"), nb::arg("channels").noconvert(), nb::arg("reduced").noconvert(),
-             nb::arg("together"), "SparQ's channels and the scaled queries of them.");
+             "SparQ's channels and the scaled queries of them.");
   module.def("channel_logits", &py_channel_logits, nb::arg("channels").noconvert(),
              nb::arg("reduced").noconvert(), nb::arg("contexts"), nb::arg("base").noconvert(),
-             nb::arg("scales").noconvert().none(), nb::arg("window_begin").noconvert(),
-             nb::arg("window_end").noconvert(), nb::arg("window").noconvert(),
-             nb::arg("logits").noconvert(), nb::arg("chosen_only"), nb::arg("threads"),
-             "SparQ's approximate logits of context, then window.");
+             nb::arg("window_begin").noconvert(), nb::arg("window_end").noconvert(),
+             nb::arg("window").noconvert(), nb::arg("logits").noconvert(), nb::arg("chosen_only"),
+             nb::arg("threads"), "SparQ's approximate logits of context, then window.");
   module.def("weigh", &py_weigh, nb::arg("logits").noconvert(), nb::arg("first_page").noconvert(),
              nb::arg("window_lse").noconvert().none(), nb::arg("weights").noconvert(),
              nb::arg("window_mass").noconvert(), nb::arg("lse").noconvert(), nb::arg("q_heads"),

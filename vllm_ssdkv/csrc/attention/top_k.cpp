@@ -109,28 +109,25 @@ ChosenColumns choose_columns(const ColumnChoice& choice, std::int64_t rows, std:
 
 void choose_channels(const ChannelChoice& c, std::int64_t rows) {
   const std::int64_t group = c.query_heads / c.kv_heads;
-  std::vector<float> sum(static_cast<std::size_t>(c.head_size / c.together));
+  std::vector<float> sum(static_cast<std::size_t>(c.head_size));
   std::vector<std::int32_t> order(sum.size());
   for (std::int64_t list = 0; list < rows * c.kv_heads; ++list) {
     const float* query = c.query + list * group * c.head_size;
     std::fill(sum.begin(), sum.end(), 0.0F);
     for (std::int64_t g = 0; g < group; ++g) {
       for (std::int64_t d = 0; d < c.head_size; ++d) {
-        sum[static_cast<std::size_t>(d / c.together)] += std::fabs(query[g * c.head_size + d]);
+        sum[static_cast<std::size_t>(d)] += std::fabs(query[g * c.head_size + d]);
       }
     }
     std::iota(order.begin(), order.end(), 0);
-    const auto last = order.begin() + c.count / c.together;
+    const auto last = order.begin() + c.count;
     std::partial_sort(order.begin(), last, order.end(), [&](std::int32_t a, std::int32_t b) {
       const std::uint64_t first = key_of(sum[static_cast<std::size_t>(a)], a);
       return first < key_of(sum[static_cast<std::size_t>(b)], b);
     });
     std::sort(order.begin(), last);
     std::int32_t* channels = c.channels + list * c.count;
-    for (std::int64_t i = 0; i < c.count; ++i) {
-      const std::int64_t first = order[static_cast<std::size_t>(i / c.together)] * c.together;
-      channels[i] = static_cast<std::int32_t>(first + i % c.together);
-    }
+    std::copy(order.begin(), last, channels);
     for (std::int64_t g = 0; g < group; ++g) {
       const float* head = query + g * c.head_size;
       float* to = c.reduced + (list * group + g) * c.count;

@@ -90,8 +90,8 @@ class FpgaSparfSelector:
     def _problem(self, query: torch.Tensor, context: ContextSummaries) -> str:
         """Reason for the kernel not to take this call; empty if it does."""
         backend, layout = self._choice.backend, context.layout
-        if context.channel_base is None or context.channel_scales is not None:
-            return "the kernel reads channels as K is, in memory of the host"
+        if context.channel_base is None:
+            return "the kernel reads channels in memory of the host"
         if query.shape[1] != layout.kv_heads * backend.shape.group or not query.is_cpu:
             return f"the queries are not in groups of {backend.shape.group} on the host"
         longest = int((context.context_tokens + context.window_tokens).max(initial=0))
@@ -124,7 +124,6 @@ class FpgaSparfSelector:
             block_tokens=layout.block_tokens,
             page_tokens=layout.page_tokens,
             keep_channels=min(inner.channels, layout.head_size),
-            channel_group=inner.channel_group,
             sinks=sinks,
             by_page=by_page,
             v_offset=layout.page_tokens * layout.head_size * layout.dtype.itemsize,

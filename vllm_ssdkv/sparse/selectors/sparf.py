@@ -47,7 +47,6 @@ class SparfSelector:
         granularity: Literal["token", "page"],
         sink_tokens: int,
         kernels: ScoringKernels,
-        channel_group: int = 1,
         *,
         estimate_rest: bool = False,
     ) -> None:
@@ -60,19 +59,15 @@ class SparfSelector:
             sink_tokens: First tokens of the context, always chosen; not in the paper. Rounded up
                 to pages if those are chosen.
             kernels: Of selection.
-            channel_group: Neighbours that are chosen together, as a page holds them; SparQ's is 1.
-                ``channels`` are rounded up to whole groups. Divides the head size.
             estimate_rest: SparQ's step 5.
 
         Raises:
-            ValueError: ``channels`` or ``channel_group`` is less than 1.
+            ValueError: ``channels`` is less than 1.
         """
-        if min(channels, channel_group) < 1:
-            raise ValueError(f"channels must be at least 1, not {channels} by {channel_group}")
-        channels = -(-channels // channel_group) * channel_group
+        if channels < 1:
+            raise ValueError(f"channels must be at least 1, not {channels}")
         self.budget = budget
         self.channels = channels
-        self.channel_group = channel_group
         self.estimate_rest = estimate_rest
         self.needs = Needs(channels=channels)
         self.granularity = granularity
@@ -89,7 +84,6 @@ class SparfSelector:
             options.granularity,
             options.sink_tokens,
             parts.kernels(),
-            options.channel_group,
             estimate_rest=options.estimate_rest,
         )
 
@@ -137,9 +131,7 @@ class SparfSelector:
     def _score(
         self, query: torch.Tensor, context: ContextSummaries, scale: float, page_tokens: int
     ) -> Scores:
-        logits, first = self.kernels.channel_logits(
-            query, context, scale, self.channels, self.channel_group
-        )
+        logits, first = self.kernels.channel_logits(query, context, scale, self.channels)
         return self.kernels.score_tokens(logits, first, query.shape[1], context, page_tokens)
 
 

@@ -3,9 +3,9 @@
 In a slot without channel pages the summary is a record of each page: its *bounds*, the smallest and
 the largest value of each of K's channels (Quest, Tang et al. 2024), or their mean and variance,
 with which there may be the sum of V; or K of each head in a few bits (*codes*). In one with channel
-pages it is the *sum of V* over the block's tokens (SparQ, Ribar et al. 2024, step 5), with the
-*scales* of K's channels if these are int8, and a table may keep the slot's K, channel-major, too.
-Channels, and records that only kernels read, may lie in memory of the device that scores.
+pages it is the *sum of V* over the block's tokens (SparQ, Ribar et al. 2024, step 5), and a table
+may keep the slot's K, channel-major, too. Records that only kernels read may lie in memory of the
+device that scores.
 ``docs/format.md`` says where all of them lie in a slot. Here they lie without padding, so that one
 address per slot and layer is all that a kernel needs.
 """
@@ -58,8 +58,6 @@ class SummaryTable:
         """True if channel-major K is kept."""
         self._device: DeviceMemory | None = None
         self._records_on_device = records_on_device
-        self.holds_scales = geometry.scaled_from > 0 and geometry.channel_pages > 0
-        """True if channel-major K is int8, and rows have its scales."""
         self._heads = geometry.heads
         self._record = geometry.payload_bytes // page_tokens
         self._row_bytes = row_bytes(geometry, page_tokens, channels=channels)
@@ -109,29 +107,13 @@ class SummaryTable:
         self._clock = 0
 
     @property
-    def channels_on_device(self) -> bool:
-        """Check whether channel-major K lies in memory of the device that attends."""
-        return self.holds_channels and self._device is not None
-
-    @property
     def device_places(self) -> int:
         """Pages of all rows that :meth:`keep_on_device` needs memory for."""
-        return 0 if self.holds_channels else self.rows * self._device_pages
-
-    @property
-    def _device_pages(self) -> int:
-        """Pages of a slot that lie on the device."""
-        return self._geometry.pages - self._first_on_device
-
-    @property
-    def _first_on_device(self) -> int:
-        """Number of the first page of a slot that lies on the device."""
-        geometry = self._geometry
-        return geometry.kv_pages if self._records_on_device else geometry.first_channel_page(0)
+        return self.rows * self._geometry.summary_pages if self._records_on_device else 0
 
     def keep_on_device(self, memory: DeviceMemory) -> None:
-        """Channel-major K, or the records, lie in this memory of :attr:`device_places`, for the
-        table's whole life; it must be empty. Copies have ended when ``memory.copy`` returns.
+        """The records lie in this memory of :attr:`device_places`, for the table's whole life; it
+        must be empty. Copies have ended when ``memory.copy`` returns.
 
         Raises:
             ValueError: rows have all that slots have, or places are too few.
@@ -139,9 +121,8 @@ class SummaryTable:
         places = self.device_places
         if not 0 < places <= memory.places:
             raise ValueError(f"{memory.places} places for summaries, where {places} are needed")
-        numbers = np.arange(self._first_on_device, self._geometry.pages, dtype=np.int64)
-        self.pages = np.concatenate([self.pages, numbers])
-        self.holds_channels, self._device = self._geometry.channel_pages > 0, memory
+        self.pages = np.arange(self._geometry.kv_pages, self._geometry.pages, dtype=np.int64)
+        self._device = memory
 
     def put(self, slots: NDArray[np.int64], pages: NDArray[np.uint64]) -> None:
         """Take in the summaries of distinct slots [n] from the absolute addresses of their
@@ -224,15 +205,7 @@ class SummaryTable:
 
     def channels(self, rows: NDArray[np.int32], layer: int) -> NDArray[np.uint64]:
         """Absolute address of a layer's K in each row, ``[heads, head_size, block_tokens]``."""
-        if self._device is not None:
-            size = self._geometry.channel_pages * self._geometry.payload_bytes
-            return self._device_address(rows) + np.uint64(layer * size)
         return self._address(rows) + np.uint64(self._channels + layer * self._channel_bytes)
-
-    def scales(self, rows: NDArray[np.int32], layer: int) -> NDArray[np.uint64]:
-        """Absolute address of the scales of a layer's channels in each row, see
-        ``ContextSummaries.channel_scales``."""
-        return self.address(rows, layer) + np.uint64(self._heads * self._record)
 
     def values(self, rows: NDArray[np.int32], layer: int, head_size: int) -> NDArray[np.float32]:
         """A layer's sum of V over the tokens of each row, a copy, [n, heads, head_size]."""
@@ -244,10 +217,10 @@ class SummaryTable:
         return np.ascontiguousarray(used).view(np.float32)
 
     def _device_address(self, rows: NDArray[np.int32]) -> NDArray[np.uint64]:
-        """Absolute address of what the device has of each row."""
+        """Absolute address of each row on the device."""
         if self._device is None:
             raise ValueError("summaries lie on a device, of which there is no memory yet")
-        size = self._device_pages * self._geometry.payload_bytes
+        size = self._geometry.summary_pages * self._geometry.payload_bytes
         return np.uint64(self._device.address) + rows.astype(np.uint64) * np.uint64(size)
 
     def _address(self, rows: NDArray[np.int32]) -> NDArray[np.uint64]:

@@ -94,7 +94,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     channel_pages: int | msgspec.UnsetType = msgspec.UNSET
     """Where there are none it is left out."""
     scaled_from: int | msgspec.UnsetType = msgspec.UNSET
-    """Where channel pages are not int8 it is left out."""
+    """Where there are no codes it is left out."""
     record: PageRecord | msgspec.UnsetType = msgspec.UNSET
     """Where summaries of pages are bounds it is left out."""
     tp_size: int
@@ -234,6 +234,8 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             found = msgspec.json.decode(data, type=cls)
             if found.version == 1 and found.summary_pages:  # they came first then
                 raise _of_another(path, "1, with summary pages")
+            if found.channel_pages and found.scaled_from:
+                raise _of_another(path, f"{found.version}, with channels in int8")
             found._check_values()
             found.checksum = NO_DIGITS
         except (msgspec.MsgspecError, ValueError) as error:

@@ -110,8 +110,7 @@ class SlotGeometry:
             (:mod:`vllm_ssdkv.store.cache.summaries`); 0 where no selector needs it.
         channel_pages: Pages of each layer that hold its K once more, channel-major; 0 where no
             selector needs them.
-        scaled_from: Bytes of a number of K where channel pages hold it as int8, with scales in the
-            summary pages, or summary pages hold it as codes; 0 elsewhere.
+        scaled_from: Bytes of a number of K where summary pages hold it as codes; 0 elsewhere.
         record: What summary pages hold of each page of KV, where there are no channel pages: of
             each channel of K the smallest and the largest number (``bounds``), or mean and variance
             (``spread``), and then of each layer and head the sum of V (``spread_with_values``); or
@@ -121,8 +120,8 @@ class SlotGeometry:
 
     Raises:
         ValueError: a number is not positive, ``opaque`` has heads, groups or summaries, there are
-            channel pages without summary pages or scales without channel pages, pages have no
-            summaries of this kind, or the slot would exceed :data:`MAX_SLOT_BYTES`.
+            channel pages without summary pages, pages have no summaries of this kind, or the slot
+            would exceed :data:`MAX_SLOT_BYTES`.
     """
 
     kind: Literal["opaque", "paged"]
@@ -151,8 +150,7 @@ class SlotGeometry:
                 f"slot geometry: channel_pages is {self.channel_pages}, with {self.summary_pages} "
                 "summary pages"
             )
-        reduced = self.scaled_from in (2, 4) and (self.channel_pages or self.code_bits)
-        if not reduced and (self.scaled_from or self.code_bits):
+        if self.scaled_from not in ((2, 4) if self.code_bits else (0,)):
             raise ValueError(
                 f"slot geometry: scaled_from is {self.scaled_from}, with {self.channel_pages} "
                 f"channel pages and {self.record}"

@@ -104,9 +104,8 @@ class SparseMemory:
         page_cache, summaries: Bytes of each; None: as much as ``contexts`` can use, within what
             :data:`CACHE_SHARE` and :data:`SUMMARY_SHARE` say.
         page_policy: Which single page makes room for another.
-        channels: Where channel pages are kept, where slots have any: with the summaries, in memory
-            of the device that attends, of which ``TieredStore.keep_on_device`` is told, or nowhere
-            but on SSD. In ``summaries`` they count wherever they are kept.
+        channels: Where channel pages are kept, where slots have any: with the summaries, or nowhere
+            but on SSD.
         contexts: Slots from which running requests choose at most; None: all.
         budget: Share of a context that is chosen; about, where the options give tokens instead.
         hbm_summaries: Bytes of the device that attends which are held for summaries of pages.
@@ -125,14 +124,10 @@ class SparseMemory:
     def rows(self, geometry: SlotGeometry, nbytes: int) -> int:
         """Slots whose summaries are kept, given the bytes for these, single pages and frames."""
         row = self.row_bytes(geometry)
-        if self.channels == "hbm":  # in whole pages
-            row += geometry.layers * geometry.channel_pages * geometry.payload_bytes
         if self.summaries is not None:
             return max(1, min(self.slots, self.summaries // row))
-        share = SUMMARY_SHARE
-        if self.channels != "hbm":  # which is scarcer than DRAM
-            chosen = self.chosen_places(geometry) * geometry.page_bytes
-            share = max(share, row / (row + chosen))
+        chosen = self.chosen_places(geometry) * geometry.page_bytes
+        share = max(SUMMARY_SHARE, row / (row + chosen))
         return max(1, min(self._most_slots, int(share * nbytes) // row))
 
     def rows_on_device(self, geometry: SlotGeometry) -> int:
@@ -316,7 +311,7 @@ class MemoryPlan:
         places = rows = 0
         if choice is not None and choice.page_cache is None:
             places = self.page_places - max(least, int(KEPT_SHARE * self.page_places))
-        if choice is not None and choice.summaries is None and choice.channels != "hbm":
+        if choice is not None and choice.summaries is None:
             rows = 0 if self.summaries_on_device else self.summary_rows
         page, row = geometry.page_bytes, 1 if choice is None else choice.row_bytes(geometry)
         self.summary_offset = self.page_offset + self.page_places * page

@@ -7,7 +7,7 @@ from typing import Literal
 
 from vllm_ssdkv.store.format.slot_geometry import PageRecord, SlotGeometry, round_up
 
-ChannelTier = Literal["dram", "ssd", "hbm"]
+ChannelTier = Literal["dram", "ssd"]
 """Where selectors find the slots' channel pages."""
 
 
@@ -29,8 +29,7 @@ def with_summaries(
         geometry: Of KV alone.
         page_tokens: Tokens of a page.
         channels: Channel-major K and sums of V, else records of pages.
-        scaled_from: Bytes of a number of K, to have it as int8 with scales, or as codes; 0: as it
-            is.
+        scaled_from: Bytes of a number of K, to have it as codes; 0: no codes.
         record: What a record is.
     """
     records = geometry.layers * geometry.heads
@@ -45,9 +44,8 @@ def with_summaries(
         return replace(geometry, summary_pages=pages, record=record)
     return replace(
         geometry,
-        summary_pages=-(-records * (2 if scaled_from else 1) // page_tokens),
-        channel_pages=-(-geometry.pages_per_layer // (2 * (scaled_from or 1))),
-        scaled_from=scaled_from,
+        summary_pages=-(-records // page_tokens),
+        channel_pages=-(-geometry.pages_per_layer // 2),
     )
 
 
@@ -55,7 +53,7 @@ def _records(geometry: SlotGeometry) -> int:
     """Records of one layer."""
     if not geometry.channel_pages:
         return geometry.pages_per_layer + geometry.heads * (geometry.record == "spread_with_values")
-    return geometry.heads * (2 if geometry.scaled_from else 1)
+    return geometry.heads
 
 
 CODE_TILE = 16
@@ -81,7 +79,7 @@ def channel_bytes(geometry: SlotGeometry) -> int:
     """Bytes of one layer's K in the channel pages of a slot, without padding."""
     if not geometry.channel_pages:
         return 0
-    return geometry.pages_per_layer * geometry.payload_bytes // 2 // (geometry.scaled_from or 1)
+    return geometry.pages_per_layer * geometry.payload_bytes // 2
 
 
 def only_kernels_read(geometry: SlotGeometry) -> bool:

@@ -196,18 +196,8 @@ class SelectedContexts:
 
     @property
     def holds_channels(self) -> bool:
-        """Check whether the blocks' channel-major K is in memory, the device's or DRAM."""
+        """Check whether the blocks' channel-major K is in DRAM."""
         return self._summaries.holds_channels
-
-    @property
-    def channels_on_device(self) -> bool:
-        """Check whether that is memory of the device that attends."""
-        return self._summaries.channels_on_device
-
-    @property
-    def holds_scales(self) -> bool:
-        """Check whether the blocks' channel-major K is int8, with scales."""
-        return self._summaries.holds_scales
 
     @property
     def page_payload(self) -> int:
@@ -217,10 +207,6 @@ class SelectedContexts:
     def channels(self, layer: int) -> NDArray[np.uint64]:
         """Address of every block's K of a layer, channel-major, [B]."""
         return self._summaries.channels(self._summary_rows, layer)
-
-    def scales(self, layer: int) -> NDArray[np.uint64]:
-        """Address of every block's scales of the channels of a layer's K, [B]."""
-        return self._summaries.scales(self._summary_rows, layer)
 
     def values(self, layer: int, row: int, head_size: int) -> NDArray[np.float32]:
         """Sum of V of each block of a row, by its position in :attr:`rows`, [blocks, kv_heads,

@@ -172,7 +172,7 @@ struct HeadPlace {
 
 template <typename T>
 void channel_blocks(const ChannelScoring& s, std::int64_t row, std::int64_t head,
-                    std::int64_t begin, std::int64_t end, std::byte* scratch) {
+                    std::int64_t begin, std::int64_t end) {
   constexpr auto kItem = static_cast<std::int64_t>(sizeof(T));
   const HeadPlace place(s, row, head);
   const std::int64_t tokens = s.layout.block_tokens;
@@ -180,11 +180,6 @@ void channel_blocks(const ChannelScoring& s, std::int64_t row, std::int64_t head
     return reinterpret_cast<const std::byte*>(s.base[s.row_begin[row] + block]) +
            head * s.held * tokens * kItem;
   };
-  const auto scales_of = [&](std::int64_t block) {
-    return reinterpret_cast<const std::byte*>(s.scales[s.row_begin[row] + block]) +
-           head * scale_record(s.layout);
-  };
-  const float* queries = place.query;
   for (std::int64_t block = begin; block < end; ++block) {
     const std::byte* keys = keys_of(block);
     // Channels lie apart and blocks anywhere: no pattern for the hardware to see.
@@ -193,24 +188,12 @@ void channel_blocks(const ChannelScoring& s, std::int64_t row, std::int64_t head
     for (std::int64_t c = 0; c < s.count; ++c) {
       __builtin_prefetch(ahead + place.place[c] * tokens * kItem, 0, 2);
     }
-    if constexpr (kItem == 1) {
-      // Scales are of the block: they go into its queries, once for all of its tokens.
-      auto* scaled = reinterpret_cast<float*>(scratch);
-      for (std::int64_t c = 0; c < s.count; ++c) {
-        __builtin_prefetch(scales_of(next) + place.channels[c] * 4, 0, 2);
-        const float scale = load_one<float>(scales_of(block) + place.channels[c] * 4);
-        for (std::int64_t g = 0; g < place.group; ++g) {
-          scaled[g * s.count + c] = place.query[g * s.count + c] * scale;
-        }
-      }
-      queries = scaled;
-    }
     for (std::int64_t t = 0; t < tokens;) {
       const bool wide = tokens - t > 2 * kLanes;
       const auto at = [&](std::int64_t c) { return keys + (place.place[c] * tokens + t) * kItem; };
       float* to = place.logits + block * tokens + t;
       for_panels(place.group, [&]<int R>(std::int64_t g) {
-        const float* query = queries + g * s.count;
+        const float* query = place.query + g * s.count;
         if (wide) {
           sum_channels<R, 4, T>(query, s.count, at, tokens - t, to + g * place.columns,
                                 place.columns);
@@ -260,16 +243,9 @@ void window_tokens(const ChannelScoring& s, std::int64_t row, std::int64_t head,
 }
 
 void channel_logits(const ChannelScoring& s, std::int64_t row, std::int64_t head,
-                    std::int64_t begin, std::int64_t end, std::byte* scratch) {
-  if (s.scales != nullptr) return channel_blocks<Int8>(s, row, head, begin, end, scratch);
-  switch (s.layout.dtype) {
-    case DType::kFloat32:
-      return channel_blocks<float>(s, row, head, begin, end, scratch);
-    case DType::kBFloat16:
-      return channel_blocks<BFloat16>(s, row, head, begin, end, scratch);
-    case DType::kFloat16:
-      return channel_blocks<Float16>(s, row, head, begin, end, scratch);
-  }
+                    std::int64_t begin, std::int64_t end) {
+  for_dtype(s.layout.dtype,
+            [&](auto item) { channel_blocks<decltype(item)>(s, row, head, begin, end); });
 }
 
 void window_logits(const ChannelScoring& s, std::int64_t row, std::int64_t head,

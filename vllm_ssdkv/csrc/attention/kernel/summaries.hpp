@@ -70,23 +70,30 @@ void write_spread(const PageLayout& layout, const std::byte* page, std::byte* to
   });
 }
 
-// Writes K channel-major as numbers of `Item` bytes. pack(keys, d) gives those of 4 / Item keys for
-// channels d, d + 1, ... in a register, one key behind the other in each lane: transposed as if
-// lanes were single numbers, registers hold what one channel has of kLanes times as many keys.
-template <int Item, typename Pack>
-void transpose_keys(const PageLayout& layout, const std::byte* pages, std::byte* to,
-                    const Pack& pack) {
-  constexpr int kShared = 4 / Item;
+// K as it is, bit by bit, channel-major. The numbers of 4 / sizeof(T) keys share a lane, one behind
+// the other: transposed as if lanes were single numbers, registers hold what one channel has of
+// kLanes times as many keys.
+template <typename T>
+void write_channels(const PageLayout& layout, const std::byte* pages, std::byte* to) {
+  constexpr int kItem = sizeof(T);
+  constexpr int kShared = 4 / kItem;
   const std::int64_t tokens = layout.block_tokens;
+  const auto pack = [](const std::byte* const* keys, std::int64_t d) {
+    if constexpr (kItem == 4) {
+      return load<float>(keys[0] + d * kItem);
+    } else {
+      return reinterpret_cast<Vec>(widen(keys[0] + d * kItem) | widen(keys[1] + d * kItem) << 16);
+    }
+  };
   for (std::int64_t t = 0; t < tokens; t += kShared * kLanes) {
     const Keys<kShared * kLanes> keys(layout, pages, t);
-    const std::int64_t bytes = (tokens - t) * Item;
+    const std::int64_t bytes = (tokens - t) * kItem;
     for (std::int64_t d = 0; d < layout.head_size; d += kLanes) {
       Vec square[kLanes];
       for (int i = 0; i < kLanes; ++i) square[i] = pack(keys.at + i * kShared, d);
       transpose(square);
-      std::byte* target = to + (d * tokens + t) * Item;
-      for (int i = 0; i < kLanes && d + i < layout.head_size; ++i, target += tokens * Item) {
+      std::byte* target = to + (d * tokens + t) * kItem;
+      for (int i = 0; i < kLanes && d + i < layout.head_size; ++i, target += tokens * kItem) {
         constexpr auto kBytes = static_cast<std::int64_t>(sizeof(Vec));
         if (bytes >= kBytes) {
           std::memcpy(target, &square[i], sizeof(Vec));
@@ -96,62 +103,6 @@ void transpose_keys(const PageLayout& layout, const std::byte* pages, std::byte*
       }
     }
   }
-}
-
-// K as it is, bit by bit.
-template <typename T>
-void write_channels(const PageLayout& layout, const std::byte* pages, std::byte* to) {
-  constexpr int kItem = sizeof(T);
-  transpose_keys<kItem>(layout, pages, to, [](const std::byte* const* keys, std::int64_t d) {
-    if constexpr (kItem == 4) {
-      return load<float>(keys[0] + d * kItem);
-    } else {
-      return reinterpret_cast<Vec>(widen(keys[0] + d * kItem) | widen(keys[1] + d * kItem) << 16);
-    }
-  });
-}
-
-// The step between the int8 numbers of each channel: the largest magnitude is 127 of it. NaN where
-// a channel has a number that is not finite, so that broken data shows.
-template <typename T>
-void write_steps(const PageLayout& layout, const std::byte* pages, std::byte* to) {
-  for_channels(layout.head_size, [&](auto abreast, std::int64_t d) {
-    constexpr int kWide = decltype(abreast)::value;
-    Vec most[kWide] = {};
-    for_tokens<T, kWide>(layout, pages, d,
-                         [&](int i, Vec v) { most[i] = upper(most[i], v < Vec{} ? -v : v); });
-    for (int i = 0; i < kWide; ++i) {
-      const std::int64_t at = d + i * kLanes;
-      const Vec step = most[i] < splat(kInfinity) ? most[i] / 127.0f : splat(__builtin_nanf(""));
-      store_some<float>(to + at * 4, step, layout.head_size - at);
-    }
-  });
-}
-
-// The nearest whole number of steps, the even one of two; 0 where there is no step.
-inline Vec steps(Vec v, Vec step) {
-  const Vec magic = splat(0x1.8p23f);  // adding it rounds, as in exp_nonpositive
-  const Vec whole = (v / step + magic) - magic;
-  const Vec most = splat(127.0f);  // a step that is subnormal may be too small
-  const Vec held = whole > most ? most : (whole < -most ? -most : whole);
-  return step > Vec{} ? held : Vec{};
-}
-
-template <typename T>
-void write_scaled(const PageLayout& layout, const std::byte* pages, std::byte* to,
-                  std::byte* scales) {
-  constexpr auto kItem = static_cast<std::int64_t>(sizeof(T));
-  write_steps<T>(layout, pages, scales);
-  transpose_keys<1>(layout, pages, to, [&](const std::byte* const* keys, std::int64_t d) {
-    const Vec step = load_some<float>(scales + d * 4, layout.head_size - d);
-    UintVec four = {};
-    for (int i = 0; i < 4; ++i) {
-      const Vec whole = steps(load<T>(keys[i] + d * kItem), step);
-      const auto bits = reinterpret_cast<UintVec>(__builtin_convertvector(whole, IntVec));
-      four |= (bits & 0xff) << (8 * i);
-    }
-    return reinterpret_cast<Vec>(four);
-  });
 }
 
 template <typename T>
@@ -177,13 +128,8 @@ void page_record(const PageLayout& layout, PageRecord kind, const std::byte* pag
   });
 }
 
-void head_channels(const PageLayout& layout, const std::byte* pages, std::byte* to,
-                   std::byte* scales) {
-  for_dtype(layout.dtype, [&](auto item) {
-    using T = decltype(item);
-    if (scales == nullptr) return write_channels<T>(layout, pages, to);
-    write_scaled<T>(layout, pages, to, scales);
-  });
+void head_channels(const PageLayout& layout, const std::byte* pages, std::byte* to) {
+  for_dtype(layout.dtype, [&](auto item) { write_channels<decltype(item)>(layout, pages, to); });
 }
 
 void head_value_sum(const PageLayout& layout, const std::byte* pages, std::byte* to) {

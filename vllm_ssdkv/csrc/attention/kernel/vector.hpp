@@ -42,7 +42,7 @@ using HalfVec = std::uint16_t __attribute__((vector_size(2 * kLanes)));
 using ByteVec = std::int8_t __attribute__((vector_size(kLanes)));
 using Lanes = std::make_integer_sequence<int, kLanes>;
 
-// Storage types of the three dtypes, and of channels with scales: only their size and the overload
+// Storage types of the three dtypes, and of the mean in codes: only their size and the overload
 // they select matter.
 enum class BFloat16 : std::uint16_t {};
 enum class Float16 : std::uint16_t {};
@@ -64,11 +64,6 @@ void for_dtype(DType dtype, const Work& work) {
 }
 
 inline std::int64_t item_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-
-// Bytes from one head's scales of its channels to the next one's.
-inline std::int64_t scale_record(const PageLayout& layout) {
-  return 2 * layout.head_size * item_bytes(layout.dtype);
-}
 
 inline Vec splat(float x) { return x - Vec{}; }
 
