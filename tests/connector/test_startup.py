@@ -13,12 +13,18 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from tests.connector.simulation import engine_config
 from tests.e2e.models import make_llama
+from tests.messages import entry_for
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector import startup
-from vllm_ssdkv.connector.startup import _context_blocks
+from vllm_ssdkv.connector.startup import _context_blocks, _tell_costly_tokens
 
 BLOCK = 16
+COSTLY = (
+    'ssdkv: sparse.granularity "token" with sparse.channel_pages "ssd" reads about {percent} % of '
+    "the bytes that exact attention reads, with --block-size {block}: set selector "
+    '"codes" or "adaptive"'
+)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +53,39 @@ def test_blocks_that_may_be_chosen_from(
     )
     caches: Any = SimpleNamespace(num_blocks=hbm_blocks)
     assert _context_blocks(config, layout, engine, caches) == blocks
+
+
+@pytest.mark.parametrize(
+    ("block", "head_size", "options", "percent"),
+    [
+        (64, 64, {}, 106),  # as measured
+        (128, 64, {}, 102),
+        (256, 64, {}, None),
+        (256, 128, {}, 101),
+        (1024, 128, {}, None),
+        (256, 64, {"budget": 0.25}, 117),
+        (1024, 64, {"budget_tokens": 2048, "exact_below": 2048}, 112),
+        (1024, 64, {"channels": 64}, 106),
+        (64, 64, {"granularity": "page"}, None),
+        (64, 64, {"channel_pages": "dram"}, None),
+        (64, 64, {"selector": "adaptive", "scorer": "sparf"}, None),
+    ],
+)
+def test_single_tokens_that_cost_more_than_all_are_told(
+    caplog: pytest.LogCaptureFixture,
+    block: int,
+    head_size: int,
+    options: dict[str, object],
+    percent: int | None,
+) -> None:
+    sparse = {"granularity": "token", "channel_pages": "ssd", **options}
+    selector = sparse.pop("selector", "sparf")
+    config = SSDKVConfig.from_extra_config({"mode": "page", "selector": selector, "sparse": sparse})
+    layout: Any = SimpleNamespace(block_tokens=block, head_size=head_size)
+    _tell_costly_tokens(config, layout)
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts == ([] if percent is None else [COSTLY.format(percent=percent, block=block)])
+    assert percent is None or entry_for(texts[0]) is not None
 
 
 @pytest.mark.parametrize("name", ["open_write_policy", "Suspension", "SSDKVScheduler"])
