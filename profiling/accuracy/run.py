@@ -37,6 +37,8 @@ class AccuracyRun:
         questions: About each document, of suites that ask.
         budgets: Shares of a request's tokens; one of them is no matter with ``exact``.
         beside_window: Budgets are shares of what the window does not hold, and come on top of it.
+        compare_every: Attention of ``text`` is compared with exact attention in every so manieth
+            step; 0: never.
         dense: Directory of the log-probabilities of dense attention; ``exact`` writes them.
     """
 
@@ -53,6 +55,7 @@ class AccuracyRun:
     sparse: dict[str, object] = field(default_factory=dict)
     block_tokens: int = 16
     beside_window: bool = False
+    compare_every: int = 0
 
     @classmethod
     def from_json(cls, text: str) -> AccuracyRun:
@@ -117,8 +120,19 @@ def run(plan: AccuracyRun, tell: Tell) -> None:
             rows = _decode(engine, plan, suite, share, asked)
             found.append({"suite": suite, "context": tokens, "budget": share, **rows})
             tell("pass", suite=suite, budget=share)
+    summaries = _summary_bytes(engine) / plan.block_tokens
     engine.close()
-    tell("result", passes=found)
+    tell("result", passes=[{**row, "summary_bytes": summaries} for row in found])
+
+
+def _summary_bytes(engine: Engine) -> int:
+    """Bytes of DRAM that a block's summaries take, as the engine plans its memory."""
+    from vllm_ssdkv.store.memory.summary_rows import row_bytes
+
+    config, geometry = engine.worker.config, engine.worker.store.files.geometry
+    if not geometry.tail_pages:
+        return 0
+    return row_bytes(geometry, config.page_tokens, channels=config.scores_channels)
 
 
 def _store_prompts(engine: Engine, asked: Sequence[Request]) -> None:
@@ -143,6 +157,7 @@ def _decode(
     asked: Sequence[Request],
 ) -> dict[str, object]:
     """Figures of a pass: those of each request, and what the worker counted meanwhile."""
+    from vllm_ssdkv.attention.sparse_deviation import SparseDeviation
     from vllm_ssdkv.profiling.forced_decode import FORCED, FORCINGS, Record
 
     names = [f"{suite} {share:g} {number}" for number in range(len(asked))]
@@ -156,6 +171,9 @@ def _decode(
         if choice := plan.asked(share, tokens):
             extra["kv_transfer_params"] = {"ssdkv": choice}
         waiting.append(_greedy(name, request.prompt, len(request.forced), extra))
+    compares = plan.compare_every and suite == "text" and plan.selector != "exact"
+    deviation = SparseDeviation(plan.compare_every) if compares else None
+    engine.worker.page_mode.deviation = deviation
     before = worker_metrics()
     *_, tokens_of = engine.answers(waiting)
     after = worker_metrics()
@@ -169,6 +187,9 @@ def _decode(
         "requests": rows,
         "rows_exact": after.get("sparse_rows_exact", 0.0) - before.get("sparse_rows_exact", 0.0),
         "decoding": {name: value - before.get(name, 0) for name, value in after.items()},
+        "deviation": []
+        if deviation is None
+        else [{"layer": layer, **of_layer} for layer, of_layer in deviation.take().items()],
     }
 
 

@@ -35,6 +35,14 @@ NEEDLES: Final = (
     "The serial number of Anna's bicycle is",
     "The telescope on the mountain weighs",
     "The winning lottery number in Dublin was",
+    "The farmer near Toledo counted his olive trees and found",
+    "The locker at the railway station in Prague opens with",
+    "The oldest manuscript of the abbey has the shelf mark",
+    "The weather balloon over Finland rose to a height of",
+    "The violin that was made in Cremona was insured for",
+    "The satellite called Merle circles the Earth in orbit",
+    "The marathon in Nairobi was run by a crowd of",
+    "The postal code of the lighthouse keeper is",
 )
 """Unlike each other: a small model mixes up what is worded alike, however it attends."""
 ROWS: Final = 10

@@ -93,6 +93,7 @@ def test_a_part_of_the_context_deviates_by_what_it_leaves_out(make_rows: MakeRow
     assert figures["mass"] == pytest.approx(sum(masses) / len(masses), rel=1e-4)
     assert figures["recall"] == pytest.approx(taken / best, rel=1e-4)
     assert 0.2 < figures["recall"] < 1
+    assert figures["estimated_mass"] == pytest.approx(float(selection.mass.mean()), rel=1e-5)
 
 
 def test_it_changes_no_bit_and_rests_between(make_rows: MakeRows) -> None:

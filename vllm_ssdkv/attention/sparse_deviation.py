@@ -8,6 +8,7 @@ any pages that are fetched, and stays in the page cache.
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +34,8 @@ class LayerDeviation:
         window: Sum of the masses of the windows.
         chosen: Sum of the masses of what was chosen.
         best: Sum of the largest masses that as many pages have (tokens, if those were chosen).
+        estimated: Sum of the masses of window and chosen pages by the selector's estimate; NaN
+            where it has none.
     """
 
     outputs: int = 0
@@ -42,14 +45,17 @@ class LayerDeviation:
     window: float = 0.0
     chosen: float = 0.0
     best: float = 0.0
+    estimated: float = 0.0
 
-    def figures(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float | None]:
         """Means, by name. ``recall``: what was chosen, as a share of the best choice's mass."""
+        estimated = self.estimated / self.lists
         return {
             "outputs": self.outputs,
             "relative_l2": self.relative_l2 / self.outputs,
             "worst_relative_l2": self.worst,
             "mass": (self.window + self.chosen) / self.lists,
+            "estimated_mass": None if math.isnan(estimated) else estimated,
             "recall": self.chosen / self.best if self.best else 1.0,
         }
 
@@ -88,7 +94,7 @@ class SparseDeviation:
         self._steps += 1
         return self if self._steps % self._every == 0 else None
 
-    def take(self) -> dict[int, dict[str, float]]:
+    def take(self) -> dict[int, dict[str, float | None]]:
         """:meth:`LayerDeviation.figures` by layer since the last call."""
         taken, self._layers = self._layers, {}
         return {layer: found.figures() for layer, found in sorted(taken.items())}
@@ -141,6 +147,7 @@ def _add(
     found.window += float(held.mean(1).sum())
     found.chosen += chosen
     found.best += best
+    found.estimated += float(rows.selection.mass[row].sum())
 
 
 def _masses(

@@ -62,7 +62,11 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
                 counted = {"sparse_pages_in_context": 100.0, "sparse_pages_selected": chosen}
                 figures = {"suite": suite, "context": tokens, "budget": share, "requests": rows}
                 lost = 1.0 if plan.selector == "adaptive" else 0.0
-                passes.append({**figures, "rows_exact": lost, "decoding": counted})
+                masses = {"mass": 0.9, "estimated_mass": None if exact else 0.8}
+                compared = [{"layer": 0, **masses}] * bool(plan.compare_every and not exact)
+                counts = {"rows_exact": lost, "decoding": counted, "deviation": compared}
+                # KV of this model has 23,040 bytes a token.
+                passes.append({**figures, **counts, "summary_bytes": 0 if exact else 2304})
         return {"passes": passes}
 
     def run(module: str, given: list[str], *_: Any) -> dict[str, Any]:  # noqa: ANN401 - of run_module
@@ -96,6 +100,7 @@ def test_every_selector_is_an_engine_with_all_budgets(
     runs: Runs, model: Path, tmp_path: Path
 ) -> None:
     options = ["--suite", "text", "--selectors", "bounds,window,sparf", "--budgets", "0.05,0.02"]
+    options += ["--compare-every", "16"]
     result = ask(*options, "--model", str(model), "--json", "--dir", str(tmp_path))
     assert [(run.selector, getattr(run, "budgets", ())) for run in runs] == [
         ("exact", (1.0,)),
@@ -104,13 +109,14 @@ def test_every_selector_is_an_engine_with_all_budgets(
     exact, bounds, window, sparf = runs
     assert exact.stores != bounds.stores == window.stores != sparf.stores
     assert {run.window for run in runs} == {256}
+    assert {getattr(run, "compare_every", 0) for run in runs} == {16}
     assert list(tmp_path.iterdir()) == [model]
-    rows = json.loads(result.stdout)["rows"]
+    rows, masses = json.loads(result.stdout)["rows"], ["90.0%", "80.0%"]
     assert [row["suite"] for row in rows] == ["text"] * 7
     assert lines(result.stderr, "text, 8192 tokens")[:3] == [
-        ["exact", "-", "100.0%", "0.0000", "0.0000", "0.0000", "2.000", "100.0%"],
-        ["bounds", "5", "%", "5.0%", "0.2000", "0.6000", "0.4000", "+0.050", "80.0%"],
-        ["bounds", "2", "%", "2.0%", "0.5000", "1.5000", "1.0000", "+0.125", "50.0%"],
+        "exact - 100.0% 188.7 MB 0.0% 0.0000 0.0000 0.0000 2.000 100.0% - -".split(),
+        [*"bounds 5 % 5.0% 9.4 MB 10.0% 0.2000 0.6000 0.4000 +0.050 80.0%".split(), *masses],
+        [*"bounds 2 % 2.0% 3.8 MB 10.0% 0.5000 1.5000 1.0000 +0.125 50.0%".split(), *masses],
     ]
 
 
@@ -125,8 +131,8 @@ def test_suites_run_together_each_by_its_defaults(runs: Runs, model: Path, tmp_p
     assert isinstance(last, AccuracyRun)
     assert (last.suites, last.questions) == ((("needles", 4096), ("json", 4096)), 2)
     assert lines(text, "needles, 4096 tokens") == [
-        ["exact", "-", "100.0%", "2/2", "100.0%", "0.0000"],
-        ["bounds", "10", "%", "10.0%", "2/2", "100.0%", "0.2000"],
+        "exact - 100.0% 94.4 MB 0.0% 2/2 100.0% 0.0000".split(),
+        "bounds 10 % 10.0% 9.4 MB 10.0% 2/2 100.0% 0.2000".split(),
     ]
     assert lines(text, "json, 4096 tokens")[1][-3:] == ["2/8", "25.0%", "0.2000"]
     assert lines(text, "4096 tokens")[0][:2] == ["exact", "-"]
@@ -167,7 +173,7 @@ def test_rows_that_attended_to_everything_are_no_result(runs: Runs, model: Path)
         (["--suite", "prose"], "any of recall, text, needles, json"),
         (["--suite", "text", "--model", ""], "make text-model"),
         (["--suite", "text", "--contexts", "9000"], "numbers from 1024 to 8192"),
-        (["--suite", "json", "--questions", "9"], "numbers from 1 to 8"),
+        (["--suite", "json", "--questions", "17"], "numbers from 1 to 16"),
         (["--suite", "json", "--questions", "2,3"], "one number"),
         (["--suite", "recall,text", "--beside-window"], "not for suite recall"),
         (["--sparse", "mass"], "NAME=VALUE"),

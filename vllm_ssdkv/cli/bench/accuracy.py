@@ -93,6 +93,15 @@ def accuracy(
     block_tokens: Annotated[
         int, typer.Option(min=16, max=4096, help="Of vLLM's blocks.")
     ] = BLOCK_TOKENS,
+    compare_every: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Steps from one comparison with exact attention to the next, with suites recall "
+            f"and text; 0: none. Default: {recall_accuracy.COMPARE_EVERY}; of text: 0, since it "
+            "reads whole contexts.",
+        ),
+    ] = None,
     reuse_steps: ReuseOption = 1,
     reuse_similarity: SimilarityOption = 0.8,
     sparse: Annotated[
@@ -115,18 +124,20 @@ def accuracy(
     """Ask with each selector and budget: how many answers are right, and how far from dense.
 
     Suite `recall` asks the recall model. An answer is right when all of its tokens are. Its first
-    token comes from the prompt, which is exact, the others from sparse decode. In every fourth step
-    the attention that was computed is compared with exact attention over the same context: `error`
-    is the relative L2 distance of the outputs, the mean over layers and heads, `mass` the share of
-    the softmax that window and chosen pages have, `recall` what the chosen pages have of what the
-    best choice of as many has.
+    token comes from the prompt, which is exact, the others from sparse decode. In some steps
+    (--compare-every) the attention that was computed is compared with exact attention over the same
+    context: `error` is the relative L2 distance of the outputs, the mean over layers and heads,
+    `mass` the share of the softmax that window and chosen pages have, `estimate` that share by the
+    selector's own estimate (of recall in --json only), `recall` what the chosen pages have of what
+    the best choice of as many has.
 
     The other suites force the right continuation of real text on the model given by --model, and
     compare the log-probabilities of all words with those of exact attention. `text`: four documents
     of prose and code; `KL` is the divergence per token in nats, `loss` what the forced tokens lose,
     `same` the share of equal first choices. `needles`: numbers in the first half of a document.
     `json`: fields of a table in a document. A number or field is right when all of its tokens are
-    the model's first choice.
+    the model's first choice. `read` is what the chosen pages have in bytes for each token that is
+    decoded, `DRAM` what summaries take of it as a share of the KV.
     """
     from vllm_ssdkv.profiling.rig.plot import require_plot
 
@@ -164,6 +175,7 @@ def accuracy(
             block_tokens=block_tokens,
             beside_window=beside_window,
             sparse=options,
+            compare_every=compare_every or 0,
         )
     console, stores, rows = Console(stderr=True), RecallStores(directory, 2), []
     begun, load = time.time(), os.getloadavg()
@@ -180,6 +192,9 @@ def accuracy(
                 options,
                 window=window or WINDOW,
                 block_tokens=block_tokens,
+                compare_every=recall_accuracy.COMPARE_EVERY
+                if compare_every is None
+                else compare_every,
             )
         of_recall = len(rows)
         if text is not None:

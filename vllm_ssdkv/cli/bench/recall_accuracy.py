@@ -24,7 +24,7 @@ from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
 from vllm_ssdkv.profiling.recall.run import Batch
 from vllm_ssdkv.profiling.rig.page_engine import STAGING
 
-_COMPARE_EVERY: Final = 4
+COMPARE_EVERY: Final = 4
 """Steps. Reading whole contexts would else be most of the time."""
 
 
@@ -55,6 +55,7 @@ def recall_rows(
     *,
     window: int,
     block_tokens: int,
+    compare_every: int,
 ) -> list[Row]:
     """Figures of each length, selector and budget; each case is an engine.
 
@@ -75,7 +76,7 @@ def recall_rows(
         }
         places = stores.places(name, sparse)
         plan = recall_plan(places, name, batches, dram, options, window=window)
-        every = 0 if name == "exact" else _COMPARE_EVERY
+        every = 0 if name == "exact" else compare_every
         plan = replace(plan, compare_every=every, block_tokens=block_tokens)
         what = f"{name} at {share:g} ({number} of {len(cases)})"
         found = stores.run(plan, what, console)
@@ -115,8 +116,11 @@ def _table(length: int, rows: list[Row]) -> Table:
 
 def _deviation(layers: list[Row]) -> list[str]:
     """Error, mass and recall of a case, the mean over its layers."""
-    if not layers:
-        return ["-"] * 3
-    names = ("relative_l2", "mass", "recall")
-    error, mass, recalled = (sum(x[name] for x in layers) / len(layers) for name in names)
-    return [f"{error:.3f}", f"{mass:.1%}", f"{recalled:.1%}"]
+    forms = {"relative_l2": ".3f", "mass": ".1%", "recall": ".1%"}
+    return [mean_over(layers, name, form) for name, form in forms.items()]
+
+
+def mean_over(layers: Sequence[Row], name: str, form: str) -> str:
+    """A mean over layers as text; ``-`` where nothing was compared or estimated."""
+    found = [layer[name] for layer in layers]
+    return "-" if not found or None in found else format(sum(found) / len(found), form)

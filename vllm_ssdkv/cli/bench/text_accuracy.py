@@ -20,6 +20,7 @@ from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.bench.accuracy_plot import as_percent
+from vllm_ssdkv.cli.bench.recall_accuracy import mean_over
 from vllm_ssdkv.profiling.accuracy.run import SEATS, AccuracyRun
 from vllm_ssdkv.profiling.accuracy.suites import SuiteName
 from vllm_ssdkv.profiling.recall.bench import RecallStores, Row
@@ -44,7 +45,7 @@ class TextSuites:
         suites: Each with the tokens of its contexts.
         questions: About each document.
         budgets: Shares of the tokens.
-        window, block_tokens, beside_window, sparse: As of :class:`AccuracyRun`.
+        window, block_tokens, beside_window, sparse, compare_every: As of :class:`AccuracyRun`.
     """
 
     model: Path
@@ -55,6 +56,7 @@ class TextSuites:
     block_tokens: int
     beside_window: bool
     sparse: Mapping[str, object] = field(default_factory=dict)
+    compare_every: int = 0
 
     def plan(self, selector: str, stores: RecallStores) -> AccuracyRun:
         """The engine of a selector."""
@@ -82,6 +84,7 @@ class TextSuites:
             sparse=sparse,
             block_tokens=self.block_tokens,
             beside_window=self.beside_window,
+            compare_every=self.compare_every,
         )
 
     def rows(self, selectors: Sequence[str], stores: RecallStores, console: Console) -> list[Row]:
@@ -99,7 +102,7 @@ class TextSuites:
             for row in result["passes"]:
                 if name != "exact" and row["rows_exact"]:
                     raise BenchError(f"{what}: some rows attended to everything")
-                found.append({"selector": name, **row})
+                found.append({"selector": name, "kv_bytes": bytes_per_token(self.model), **row})
         return found
 
 
@@ -159,27 +162,33 @@ def tables(rows: Sequence[Row]) -> Iterator[Table]:
 def _begun(columns: Sequence[str]) -> Table:
     table = Table(title_justify="left", box=None, padding=(0, 1, 0, 0))
     table.add_column("selector")
-    for name in ("budget", "pages", *columns):
+    for name in ("budget", "pages", "read", "DRAM", *columns):
         table.add_column(name, justify="right")
     return table
 
 
 def _first_cells(row: Row) -> list[str]:
-    """Selector, budget and the share of the context's pages that were chosen."""
-    if row["selector"] == "exact":
-        return ["exact", "-", "100.0%"]
-    counted = row["decoding"]
-    whole = counted.get("sparse_pages_in_context", 0)
+    """Selector and budget; of the context's pages the share that was chosen, and their bytes for
+    each token that is decoded; of the context's KV the share that its summaries take in DRAM."""
+    exact, counted = row["selector"] == "exact", row["decoding"]
+    whole = 0 if exact else counted.get("sparse_pages_in_context", 0)
     pages = counted["sparse_pages_selected"] / whole if whole else 1.0
-    return [row["selector"], as_percent(row["budget"]), f"{pages:.1%}"]
+    return [
+        row["selector"],
+        "-" if exact else as_percent(row["budget"]),
+        f"{pages:.1%}",
+        f"{pages * row['context'] * row['kv_bytes'] / 1e6:.1f} MB",
+        f"{row['summary_bytes'] / row['kv_bytes']:.1%}",
+    ]
 
 
 def _text_table(rows: Sequence[Row]) -> Table:
-    """KL from dense attention, loss less that of dense attention, and equal first choices."""
+    """KL from dense attention, loss less that of dense attention, and equal first choices; the
+    mass that was attended to, and what the selector estimates of it, where they were compared."""
     exact = {
         q["name"]: q["loss"] for row in rows if row["selector"] == "exact" for q in row["requests"]
     }
-    table = _begun([*exact, "KL", "loss", "same"])
+    table = _begun([*exact, "KL", "loss", "same", "mass", "estimate"])
     for row in rows:
         asked = row["requests"]
         dense = row["selector"] == "exact"
@@ -190,6 +199,7 @@ def _text_table(rows: Sequence[Row]) -> Table:
             f"{_mean(q['kl'] for q in asked):.4f}",
             f"{_mean(lost):.3f}" if dense else f"{_mean(lost):+.3f}",
             f"{_mean(q['same'] for q in asked):.1%}",
+            *(mean_over(row["deviation"], name, ".1%") for name in ("mass", "estimated_mass")),
         )
     return table
 
