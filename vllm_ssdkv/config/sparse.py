@@ -109,7 +109,7 @@ class ScoringConfig(OptionModel):
         ),
         Reason(
             "false: with `sparf` it makes the distance from exact attention on text 1.6 times as "
-            "long (docs/accuracy.md)."
+            "long (docs/decisions/018-tokens-by-key-and-no-mean-v.md)."
         ),
         _SCORES_MASS,
     ] = False
@@ -236,7 +236,8 @@ class SparseConfig(ScoringConfig):
         Reason(
             "keys: the same bytes say more. On text it took 20 % off the distance of `sparf` from "
             "exact attention, and 41 % off that of `spread`, with blocks of 128 tokens; blocks of "
-            "one page have nothing to gain (docs/accuracy.md)."
+            "one page have nothing to gain "
+            "(docs/decisions/018-tokens-by-key-and-no-mean-v.md)."
         ),
         _CHOOSES,
     ] = "keys"
