@@ -24,7 +24,7 @@ WINDOW, CHUNK, BLOCK = 64, 512, 16
 BUDGET = 1 / 8
 TASKS: tuple[Task, ...] = ("single", "copy")
 """An eighth of so short a context is too little for page bounds in the others, which have many
-needles; docs/accuracy.md has all tasks at all lengths."""
+needles."""
 QUESTIONS = [
     ask(task, tokens, seed) for task in TASKS for tokens in (2048, 3000) for seed in (1, 2)
 ]

@@ -10,7 +10,7 @@ alpha sums over the token set. Per KV head:
 4. ``alpha_g``: softmax mass of the chosen tokens, of all tokens, in the approximate logits,
 5. ``out_g = alpha_g * attention over the chosen + (1 - alpha_g) * mean V`` of all tokens, if
    ``estimate_rest``: from an eighth of the channels alpha says too little on text, so it is off by
-   default (``docs/accuracy.md``).
+   default (``docs/decisions/018-tokens-by-key-and-no-mean-v.md``).
 
 With granularity "token" pages change what is read and nothing else: the output is SparQ's for every
 page size. With "page" pages are what is chosen, by the sum of their tokens' softmax weights, so
