@@ -4,13 +4,16 @@ Native CPU attention kernels (``csrc/attention``).
 Raw addresses are those of torch or numpy memory that the caller keeps alive. Arrays are
 C-contiguous, on the CPU, of exactly the stated dtype (numpy or torch; no silent conversion). Every
 function blocks until done and may be called from any thread. It releases the GIL, but for those
-that take microseconds: ``merge``, ``without``, ``compensate``, ``count_choice`` and the clock. It
+that take microseconds: ``merge``, ``log_sum_exp``, ``without``, ``compensate``, ``count_choice`` and the clock. It
 runs on the OpenMP team that torch has for that thread; ``threads`` bounds it and counts the caller.
 Dtypes are ``FLOAT32``, ``BFLOAT16`` and ``FLOAT16``; all arithmetic is fp32.
 
 All raise ValueError on shapes or numbers that do not fit together and TypeError on arrays of
 another dtype or layout.
 """
+
+import enum
+from collections.abc import Sequence
 
 import numpy
 from numpy.typing import NDArray
@@ -134,6 +137,11 @@ def attend(
 def finish(state: State, out: Vectors, lse: NDArray[numpy.float32] | None, threads: int) -> None:
     """out = acc / l (zero where l is 0); lse = m + log(l)."""
 
+def log_sum_exp(state: State, token: NDArray[numpy.int64]) -> NDArray[numpy.float32]:
+    """
+    Log-sum-exp of the logits that some query tokens have seen, [n, q_heads].
+    """
+
 def merge(state: State, part: State) -> None:
     """Fold the state of further keys into a state of the same queries."""
 
@@ -182,6 +190,10 @@ class AttentionClock:
     @property
     def seconds(self) -> list[float]:
         """Seconds in each part, so far."""
+
+    @property
+    def window_seconds(self) -> float:
+        """Seconds of attending to windows, which are in those of attending."""
 
 def summarize(
     source: NDArray[numpy.uint64],
@@ -444,3 +456,141 @@ def best_by_ranks(
     threads: int,
 ) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32]]:
     """Pages with the lowest sum of their ranks by score and by count."""
+
+class PageRecord(enum.Enum):
+    """What is kept of the K of pages."""
+
+    BOUNDS = 0
+    """Minimum and maximum of each channel."""
+
+    SPREAD = 1
+    """Mean and variance of each channel."""
+
+    CODES = 2
+    """Each key in a few bits a channel."""
+
+class PlacedBlocks:
+    """
+    Rows over blocks that stay at their places for a whole step.
+
+    ``place [B]``: number of each block in HBM, or absolute address of its frame in DRAM. ``position
+    [B]``: of its first token in the request.
+    """
+
+    def __init__(
+        self, rows: Rows, place: NDArray[numpy.uint64], position: NDArray[numpy.int64]
+    ) -> None: ...
+
+class ScoredPages:
+    """
+    Choice of the pages of the largest weight.
+
+    ``records [B]``: addresses of the blocks' records in layer 0, ``layer_bytes`` before those of the
+    next one. The first ``sinks`` pages are chosen, then the others, ``most [R]`` for each KV head.
+    """
+
+    def __init__(
+        self,
+        record: PageRecord,
+        code_bits: int,
+        records: NDArray[numpy.uint64],
+        layer_bytes: int,
+        sinks: int,
+        most: NDArray[numpy.int32],
+    ) -> None: ...
+
+class ListedPages:
+    """
+    Choice of the same pages in every layer.
+
+    KV head h of row r has ``pages[begin[i]..begin[i + 1]]``, ``i = r * kv_heads + h``, ascending.
+    """
+
+    def __init__(self, pages: NDArray[numpy.int32], begin: NDArray[numpy.int32]) -> None: ...
+
+class ChoosingRows:
+    """
+    Rows of one query each that choose pages of their contexts.
+
+    ``token`` and ``position [R]`` are those of the queries; ``frame [B]``: address of each block's
+    frame; ``slot [B]``: number of its slot, from 0; empty: no two blocks have the same.
+    """
+
+    def __init__(
+        self,
+        contexts: Contexts,
+        token: NDArray[numpy.int32],
+        position: NDArray[numpy.int64],
+        frame: NDArray[numpy.uint64],
+        slot: NDArray[numpy.int32],
+        choice: ScoredPages | ListedPages,
+    ) -> None: ...
+
+class ChoiceTotals:
+    """Sums over the layers that have run."""
+
+    @property
+    def lists(self) -> int:
+        """Lists of pages."""
+
+    @property
+    def selected(self) -> int:
+        """Pages in them."""
+
+    @property
+    def context(self) -> int:
+        """Pages that there were to choose from."""
+
+    @property
+    def framed(self) -> int:
+        """Pages in the lists; those of several lists of a layer count once."""
+
+    @property
+    def missing(self) -> float:
+        """Softmax mass outside windows and lists, by estimate."""
+
+class StepPlan:
+    """
+    Attention of a step whose contexts lie in memory.
+
+    Made once per step, then run once per layer, in any order, by one thread at a time. ``streamed``
+    and ``chooses`` have an entry for each layer: the contexts that are attended to whole, and whether the rows that choose do so.
+    """
+
+    def __init__(
+        self,
+        hbm: BlockShape,
+        slot: BlockShape,
+        header_bytes: int,
+        tokens: int,
+        window: PlacedBlocks,
+        streamed: Sequence[PlacedBlocks],
+        choosing: ChoosingRows | None,
+        chooses: Sequence[bool],
+        threads: int,
+    ) -> None: ...
+    def run_layer(
+        self,
+        layer: int,
+        query: Vectors,
+        cache: int,
+        blocks: int,
+        block_stride: int,
+        out: Vectors,
+        scale: float,
+        clock: AttentionClock,
+        sliding_window: int | None,
+        sinks: NDArray[numpy.float32] | None,
+        tell: bool,
+    ) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32]] | None:
+        """
+        Attend to windows and contexts of a layer, and write ``out``.
+
+        ``cache``: address of the first of so many ``blocks`` in HBM, ``block_stride`` bytes apart.
+        ``sliding_window``: of the keys in HBM; ``sinks [q_heads]``: logits of attention sinks. To ``tell``
+        is to answer with the pages that were chosen, and the edges of their lists.
+        """
+
+    @property
+    def totals(self) -> ChoiceTotals:
+        """Sums over the layers that have run."""

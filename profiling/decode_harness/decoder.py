@@ -31,6 +31,7 @@ from vllm_ssdkv.connector.worker.page_mode import ContextLayers, PageMode
 from vllm_ssdkv.connector.worker.paged_attention import attend_layer, rows_of_step, store_new
 from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
+from vllm_ssdkv.kernels.step_clock import AttentionClock
 from vllm_ssdkv.profiling.decode_harness.attention import Attention, timed
 from vllm_ssdkv.profiling.decode_harness.forward import Forward
 from vllm_ssdkv.profiling.decode_harness.models import head_size, kv_heads
@@ -271,10 +272,13 @@ class PagedDecoder:
     def _carry_out(self, plan: StepPlan, work: Callable[[], torch.Tensor] | None) -> Any:  # noqa: ANN401
         worker = self.worker
         worker.begin(plan)
-        if self._parts is not None and worker.page_mode.step is not None:
-            worker.page_mode.step.clock = self._parts
+        step, parts = worker.page_mode.step, self._parts
+        if step is not None and parts is not None and self.device.type == "cuda":
+            step.clock = parts
         found = None if work is None else work()
         worker.end(plan)
+        if step is not None and parts is not None and isinstance(step.clock, AttentionClock):
+            parts.add(step.clock)
         worker.collect(idle=False)
         report = worker.take_report()
         if report is not None and (report.poisoned or report.bad or report.failed_writes):
@@ -427,7 +431,8 @@ class PagedDecoder:
     # ---- measuring ----
 
     def time_parts(self, parts: PartClock | None) -> None:
-        """Have the steps from now on timed by this clock, which waits for the device."""
+        """Have this clock get the times of the steps from now on. On a GPU it waits for the
+        device."""
         self._parts = parts
 
     def drain(self, timeout_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""Times of a step's parts on the device: a clock that waits for it at every lap."""
+"""Times of the parts of steps; on a GPU a clock that waits for the device at every lap."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from vllm_ssdkv.kernels.step_clock import ATTEND, PARTS
+from vllm_ssdkv.kernels.step_clock import ATTEND, PARTS, AttentionClock
 
 WINDOW_PART: Final = "attend_window"
 
@@ -20,9 +20,10 @@ def synchronize(device: torch.device) -> None:
 
 
 class PartClock:
-    """An ``AttentionClock`` whose laps end when the device is done.
+    """An ``AttentionClock`` whose laps end when the device is done, for a GPU; on a CPU the sum of
+    the clocks of steps, since calls end when they return.
 
-    Its times add up to more than a step takes without it: nothing overlaps.
+    On a GPU its times add up to more than a step takes without it: nothing overlaps.
 
     Attributes:
         by_part: Seconds of all layers by part: ``PARTS``, of which ``attend`` is over the context,
@@ -49,6 +50,13 @@ class PartClock:
             name, self._window = WINDOW_PART, False
         self.by_part[name] += now - self._since
         self._since = now
+
+    def add(self, clock: AttentionClock) -> None:
+        """Add the times of a step."""
+        for name, seconds in zip(PARTS, clock.seconds, strict=True):
+            self.by_part[name] += seconds
+        self.by_part[PARTS[ATTEND]] -= clock.window_seconds
+        self.by_part[WINDOW_PART] += clock.window_seconds
 
     @property
     def seconds(self) -> tuple[float, ...]:

@@ -17,6 +17,7 @@ from tests.attention.newest import newest_values
 from tests.oracles.sparse_attention import sparq_attention
 from tests.store.conftest import MakeStore, StoreRig, array, key_of, make_store
 from tests.store.tails import addresses
+from vllm_ssdkv.attention.decode_plan import DecodePlan
 from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.attention.mean_value import RunningMeanV
 from vllm_ssdkv.attention.sparse import SparseDecode
@@ -80,6 +81,19 @@ class Rows:
             for ids, length in zip(self.blocks, LENGTHS, strict=True)
         ]
 
+    def batch(self, later: int = 0) -> RowBatch:
+        """The rows' last tokens, or so many (of zeros) ``later``."""
+        width = max(map(len, self.blocks))
+        table = np.array([[*ids, *[0] * (width - len(ids))] for ids in self.blocks])
+        return RowBatch.build(
+            np.arange(len(LENGTHS) + 1),
+            np.array(LENGTHS) + later,
+            table,
+            np.array([len(slots) for slots in self.contexts()]),
+            np.arange(len(LENGTHS)),
+            BLOCK,
+        )
+
     def attend(
         self,
         chosen: SelectedContexts,
@@ -97,16 +111,7 @@ class Rows:
         """Output of a layer for the rows' last tokens, or so many (of zeros) ``later``; by bounds
         unless told otherwise, or by a selector of each row."""
         kernels = select_kernels(CPU)
-        width = max(map(len, self.blocks))
-        table = np.array([[*ids, *[0] * (width - len(ids))] for ids in self.blocks])
-        batch = RowBatch.build(
-            np.arange(len(LENGTHS) + 1),
-            np.array(LENGTHS) + later,
-            table,
-            np.array([len(slots) for slots in self.contexts()]),
-            np.arange(len(LENGTHS)),
-            BLOCK,
-        )
+        batch = self.batch(later)
         state = PartialState.empty(len(LENGTHS), QUERY_HEADS, HEAD_SIZE, CPU, sinks)
         source = BlockSource.of_cache(self.caches[layer], batch.window_ids, batch.window_position)
         kernels.attend(queries, state, batch.window, source, layout=LAYOUT, scale=SCALE)
@@ -261,6 +266,39 @@ def test_rows_that_share_their_context_read_it_once(
     read = sum(rig.total("bytes_read", device=path) for path in rig.paths) - before
     assert read == pages * GEOMETRY.page_bytes
     assert chosen.fetched.ssd == pages
+    chosen.close()
+
+
+def test_native_code_counts_frames_that_rows_share_once(
+    make_rows: Callable[..., Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, budget = make_rows(), Budget(share=0.6)
+    monkeypatch.setattr(sys.modules[__name__], "LENGTHS", (LENGTHS[0],) * 3)
+    for shared in (rows.keys, rows.values, rows.blocks):
+        shared[1:] = [shared[0]] * 2  # type: ignore[list-item]  # a row's pages
+    chosen = choose(rows)
+    made = [rows.attend(chosen, budget, layer, queries_of(layer)) for layer in range(LAYERS)]
+    wanted = chosen.fetched.frame
+    chosen.close()
+
+    chosen, batch, every = choose(rows), rows.batch(), range(len(LENGTHS))
+    selector = BoundsSelector(budget, PAGE, CpuScoringKernels())
+    names = [str(row) for row in every]
+    decode = SparseDecode(
+        dict.fromkeys(every, selector), chosen, LAYOUT, range(LAYERS), rows.means, names
+    )
+    stream = rows.rig.store.stream(rows.contexts(), every)
+    clock = AttentionClock()
+    plan = DecodePlan.of(batch, LAYOUT, GEOMETRY, stream, decode, queries_of(0), clock)
+    assert plan is not None
+    for layer, (out, _) in enumerate(made):
+        found = torch.empty_like(out)
+        plan.attend(layer, queries_of(layer), rows.caches[layer], found, SCALE)
+        assert torch.equal(found, out)
+    plan.count()
+    assert decode.counts.selected == sum(one.counts.selected for _, one in made)
+    assert chosen.fetched.frame == wanted < decode.counts.selected
+    stream.close()
     chosen.close()
 
 

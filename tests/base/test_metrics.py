@@ -71,7 +71,7 @@ def test_ranks_that_do_the_same_in_a_step_do_not_add_up() -> None:
     assert {parse_key(key)[0].name for key in MOST_OF_RANKS} == {
         *("write_stalls", "write_stall_seconds", "stores_skipped"),
         *("step_copies", "layers_copied", "layer_copy_waits", "layer_copy_wait_seconds"),
-        *("context_steps", "sparse_rows_exact", "attention_seconds"),
+        *("context_steps", "context_steps_native", "sparse_rows_exact", "attention_seconds"),
         *("offload_steps", "offload_seconds", "offload_step_seconds"),
         "x_cache_projection_seconds",
     }

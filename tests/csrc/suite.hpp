@@ -74,6 +74,7 @@ Tests engine_tests();
 Tests team_tests();
 Tests attention_tests();
 Tests sparse_tests();
+Tests decode_tests();
 Tests packing_tests();
 
 }  // namespace ssdkv::test

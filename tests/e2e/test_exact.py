@@ -87,6 +87,14 @@ def test_contexts_come_from_the_tier_that_has_room(run: Run) -> None:
     assert from_ssd + from_dram >= (len(run.got[0].tokens) - 1) * outside * pages
 
 
+def test_layers_are_one_native_call_where_dram_has_all_contexts(run: Run) -> None:
+    """Each step is run so, those of prompts without a context yet among them."""
+    native = run.engine.ssdkv("context_steps_native")
+    steps = run.engine.ssdkv("context_steps", attention="exact")
+    assert steps >= max(len(answer.tokens) for answer in run.got) - 1
+    assert (native > steps) == (run.case.dram == ROOMY_DRAM)
+
+
 def test_nothing_is_held_once_idle(run: Run) -> None:
     assert run.engine.ssdkv("slots_pinned") == 0
     assert run.engine.ssdkv("dram_frames_dirty") == 0

@@ -252,6 +252,23 @@ def test_a_device_that_dies_while_tokens_are_decoded(recall: Recall) -> None:
     assert recall.right() == len(QUESTIONS)
 
 
+def test_where_dram_has_all_contexts_a_layer_is_one_native_call(
+    recall: Recall, devices: Callable[..., list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    recall.engine.close()
+    options = {"budget": BUDGET, "summaries": "8MiB"}
+    found = Recall(devices(2), "bounds", tmp_path / "faults.json", options, dram="96MiB")
+    found.start()
+    try:
+        assert found.right() == len(QUESTIONS)
+        choosing = found.count("context_steps", attention="sparse")
+        assert found.count("context_steps_native") >= choosing > 0
+        assert found.count("sparse_pages_fetched", tier="dram") > 0
+        assert found.count("sparse_pages_fetched", tier="ssd") == 0
+    finally:
+        found.engine.close()
+
+
 def test_a_window_alone_does_not_know_the_answers(recall: Recall) -> None:
     """Same budget, same questions, and the same store: so the questions tell selectors apart."""
     recall.engine.close()

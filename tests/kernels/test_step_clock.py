@@ -23,6 +23,7 @@ def test_a_lap_goes_to_its_part() -> None:
     seconds = dict(zip(PARTS, clock.seconds, strict=True))
     assert seconds["wait"] >= 0.01
     assert seconds["attend"] > 0
+    assert 0 < clock.window_seconds < seconds["attend"]  # that of the second layer
     assert seconds["wait"] + seconds["attend"] <= time.perf_counter() - began - 0.01
     assert all(seconds[part] == 0 for part in PARTS if part not in {"wait", "attend"})
 

@@ -492,7 +492,7 @@ def test_summaries_in_memory_of_a_device_change_no_bit(
 
 
 def test_a_layer_of_a_sparse_step_calls_few_functions(tmp_path: Path) -> None:
-    """Pages in frames are attended to in one turn, however few single pages DRAM has room for."""
+    """Pages in frames need no room among single pages, and a layer is one native call."""
     layers, names, tokens = 32, [f"request {number}" for number in range(8)], 2048
     scale = dataclasses.replace(Scale.rehearsal(), config=small_config("llama", layers=layers))
     cases, cache = BY_BOUNDS[1:2], ("page_cache", "1MiB")
@@ -523,4 +523,4 @@ def test_a_layer_of_a_sparse_step_calls_few_functions(tmp_path: Path) -> None:
         one_turn = decoder.opened.plan.page_places // 2
     chosen = counter_key("sparse_pages_selected")
     assert after[chosen] - before[chosen] > layers * one_turn
-    assert 50 * layers < calls <= 150 * layers
+    assert 10 * layers < calls <= 40 * layers

@@ -10,7 +10,7 @@ where they were, and in how many turns they came, changes nothing but the time.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -22,6 +22,7 @@ from vllm_ssdkv import _kernels
 from vllm_ssdkv.attention.compensate import beside_sinks, compensate
 from vllm_ssdkv.attention.exact import NO_LEASE, RowBatch
 from vllm_ssdkv.attention.mean_value import MeanRows, RunningMeanV
+from vllm_ssdkv.attention.native_choice import is_native, native_choice
 from vllm_ssdkv.attention.sparse_deviation import Compared, SparseDeviation
 from vllm_ssdkv.kernels.dense import select_kernels, wait_for
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState, on_host
@@ -185,7 +186,7 @@ class SparseDecode:
         alive = now.alive
         if layer not in self._next or len(alive) == 0:
             return
-        seen = now.of(state.m) + torch.log(now.of(state.l))
+        seen = kernels.log_sum_exp(state, now.index)
         window = None if self._deviation is None else state.rows(now.index)
         mine = now.of(query)
         selection = self._select(clock, layer, now, batch, cache, mine, scale, seen)
@@ -215,6 +216,66 @@ class SparseDecode:
             compared = Compared(self.contexts, alive, self._layout, queries, scale, selection)
             self._deviation.compare(layer, compared, window, state.rows(now.index))
             clock.start()
+
+    # ---- layers that are run natively: see decode_plan.py ----
+
+    @property
+    def runs_natively(self) -> bool:
+        """Check whether native code does all of it: all rows choose alike, by their own queries, as
+        it knows how to; all pages lie in frames, where they are attended to; and nobody has to see
+        the state of attention before the end of a layer."""
+        if self._kept is not None or self._deviation is not None or self._offload is not None:
+            return False
+        alike = len(self._selectors) == 1 and is_native(self._selectors[0])
+        return alike and self.contexts.read_in_place
+
+    @property
+    def layers(self) -> Collection[int]:
+        """Layers in which rows choose."""
+        return self._next.keys()
+
+    @property
+    def remembers(self) -> bool:
+        """Check whether a layer's choice is wanted for the next step."""
+        return self._guesses is not None
+
+    def choosing_rows(self, batch: RowBatch, query: torch.Tensor) -> _kernels.ChoosingRows | None:
+        """The rows that choose, as native code takes them; None: all are lost. ``query`` [T, Hq, D]
+        of any layer."""
+        now, contexts = self._now(batch, query.device), self.contexts
+        if not len(now.alive):
+            return None
+        contexts.settle_reads()
+        sizes, selector = self._sizes(now.alive, now.rows, batch), self._selectors[0]
+        summaries = ContextSummaries(
+            self._layout, sizes.row_begin, sizes.row_end, sizes.window_tokens, known_sizes=sizes
+        )
+        return _kernels.ChoosingRows(
+            sizes.bound,
+            now.token,
+            now.position,
+            contexts.frame_address,
+            contexts.shared_slots(),
+            native_choice(selector, summaries, contexts, now.of(query)),
+        )
+
+    def remember(self, layer: int, pages: NDArray[np.int32], begin: NDArray[np.int32]) -> None:
+        """The rows of this step chose these pages."""
+        now, guesses = self._choosing, self._guesses
+        if now is not None and guesses is not None:
+            guesses.likely.remember(layer, now.requests, now.blocks, pages, begin)
+
+    def count_native(self, totals: _kernels.ChoiceTotals) -> None:
+        """Count what the layers of the step chose."""
+        counts = self.counts
+        counts.lists += totals.lists
+        counts.selected += totals.selected
+        counts.tokens += totals.selected * self._layout.page_tokens
+        counts.context += totals.context
+        counts.missing += totals.missing
+        self.contexts.fetched.frame += totals.framed
+
+    # ---- one layer ----
 
     def _now(self, batch: RowBatch, device: torch.device) -> _Choosing:
         """The rows of this step that choose, as far as nothing they need was lost."""

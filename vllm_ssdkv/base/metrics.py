@@ -203,6 +203,12 @@ METRICS: Final[tuple[Metric, ...]] = (
         combine="max",
     ),
     counter(
+        "context_steps_native",
+        "steps",
+        "Steps whose layers took one native call each: all of their contexts lay in DRAM (page).",
+        combine="max",
+    ),
+    counter(
         "context_blocks_promoted",
         "blocks",
         "Blocks that a running request read from the devices in every step, brought into DRAM when "

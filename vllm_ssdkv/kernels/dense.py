@@ -238,7 +238,7 @@ class CpuKernels(NativeKernels):
         layout: BlockLayout,
     ) -> None:
         """See :meth:`AttentionKernels.store_kv`; also refuses slots outside the cache."""
-        layout.check_cache(cache)
+        stride = layout.check_cache(cache)
         slots = on_host(slot_mapping, np.int64)
         heads, head_size = layout.kv_heads, layout.head_size
         parts = vectors("key", key, heads, head_size), vectors("value", value, heads, head_size)
@@ -248,7 +248,7 @@ class CpuKernels(NativeKernels):
             *parts,
             slots,
             cache.data_ptr(),
-            block_stride(cache) * cache.itemsize,
+            stride * cache.itemsize,
             layout.shape,
             self.threads,
         )

@@ -60,6 +60,10 @@ class PageKernels(PageAttention, Protocol):
 
     device: torch.device
 
+    def log_sum_exp(self, state: PartialState, tokens: torch.Tensor) -> torch.Tensor:
+        """Log-sum-exp of the logits that some query tokens, int64 [n], have seen, [n, Hq]."""
+        ...
+
     def summarize(
         self,
         source: IntArray,
@@ -136,6 +140,10 @@ class CpuPageKernels(NativeKernels):
             layout.shape,
             self.threads,
         )
+
+    def log_sum_exp(self, state: PartialState, tokens: torch.Tensor) -> torch.Tensor:
+        """See :meth:`PageKernels.log_sum_exp`."""
+        return torch.from_numpy(self._native.log_sum_exp(state.bound, tokens.numpy()))
 
     def summarize(
         self,
@@ -253,6 +261,10 @@ class TritonPageKernels:
         self._attend.attend_pages(
             query, state, listed, layout=layout, scale=scale, max_pages=longest
         )
+
+    def log_sum_exp(self, state: PartialState, tokens: torch.Tensor) -> torch.Tensor:
+        """See :meth:`PageKernels.log_sum_exp`."""
+        return state.m[tokens] + torch.log(state.l[tokens])
 
     def summarize(
         self,

@@ -90,21 +90,26 @@ def attend_layer(
     if step is None:
         raise RuntimeError("there is no step to attend for")
     cache = kv_cache.view(kv_cache.shape[0], -1)
+    layer = step.layer(layer_name)
     if paged.ordering is not None:
-        paged.ordering.observe(step.layer(layer_name), query, cache, rows, scale)
-    attend_exact(
-        select_kernels(kv_cache.device),
-        query,
-        cache,
-        out,
-        rows,
-        step.context(layer_name, rows, paged.context_layout),
-        paged.block_layout,
-        scale,
-        step.clock,
-        step.choosing(layer_name, query, value, rows, cache, scale, sinks),
-        sliding_window,
-        sinks,
-    )
+        paged.ordering.observe(layer, query, cache, rows, scale)
+    plan = step.plan(rows, paged.block_layout, query)
+    if plan is not None:
+        plan.attend(layer, query, cache, out, scale, sliding_window, sinks)
+    else:
+        attend_exact(
+            select_kernels(kv_cache.device),
+            query,
+            cache,
+            out,
+            rows,
+            step.context(layer_name, rows, paged.context_layout),
+            paged.block_layout,
+            scale,
+            step.clock,
+            step.choosing(layer_name, query, value, rows, cache, scale, sinks),
+            sliding_window,
+            sinks,
+        )
     if paged.layer_ended is not None:
         paged.layer_ended()

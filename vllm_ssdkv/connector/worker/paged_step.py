@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_ssdkv.attention.decode_plan import DecodePlan
 from vllm_ssdkv.attention.exact import NO_CONTEXT, LayerContext, RowBatch, StreamedContext
 from vllm_ssdkv.attention.sparse import SparseDecode
 from vllm_ssdkv.attention.sparse_deviation import SparseDeviation
@@ -65,8 +66,7 @@ class PagedStep:
         self._requests = [row.request_id for row in self._rows]
         self._by_block = {row.write_block: i for i, row in enumerate(self._rows)}
         self._layers = {name: i for i, name in enumerate(layout.layer_names)}
-        self._payload_bytes = layout.geometry.payload_bytes
-        self._page_bytes = layout.geometry.page_bytes
+        self._geometry = layout.geometry
         self._token_bytes = 2 * layout.head_size * layout.dtype.itemsize
         self.clock: StepClock = AttentionClock()
         none = np.zeros(0, dtype=np.int64)
@@ -125,6 +125,8 @@ class PagedStep:
             theirs = [c if x else none for c, x in zip(contexts, as_x, strict=True)]
             self._x_stream = store.stream_x(theirs, context_layers)
             contexts = [none if x else c for c, x in zip(contexts, as_x, strict=True)]
+        self._plans: dict[int, tuple[RowBatch, DecodePlan | None]] = {}
+        """Plans by the batch of their rows: layers with caches of other sizes have another one."""
         peer = None if self._near is None else self._near.device.peer
         self._stream = store.stream(
             contexts,
@@ -160,6 +162,29 @@ class PagedStep:
     def layer(self, layer_name: str) -> int:
         """Number of a layer in slots."""
         return self._layers[layer_name]
+
+    def plan(self, batch: RowBatch, layout: BlockLayout, query: torch.Tensor) -> DecodePlan | None:
+        """Plan of the step's layers for native code, made when the first of them asks; None: they
+        are attended to by :meth:`context` and :meth:`choosing`.
+
+        Args:
+            batch: Rows of the layer.
+            layout: Of a block in HBM.
+            query: [T, Hq, D].
+        """
+        known = self._plans.get(id(batch))
+        if known is None:
+            known = self._plans[id(batch)] = batch, self._planned(batch, layout, query)
+        return known[1]
+
+    def _planned(
+        self, batch: RowBatch, layout: BlockLayout, query: torch.Tensor
+    ) -> DecodePlan | None:
+        if self._near is not None or self._x_stream is not None or self._clustered:
+            return None  # somebody has to see what happens between layers
+        return DecodePlan.of(
+            batch, layout, self._geometry, self._stream, self._decode, query, self.clock
+        )
 
     def context(self, layer_name: str, batch: RowBatch, layout: BlockLayout) -> LayerContext:
         """The layer's contexts. ``layout``: of a block of them."""
@@ -274,11 +299,14 @@ class PagedStep:
 
     def count(self, counters: Counters) -> None:
         """Add what the step did to the worker's counters."""
+        plans = [plan for _, plan in self._plans.values() if plan is not None]
+        for plan in plans:
+            plan.count()
         in_dram = sum(stream.pages_in_dram for stream in self._streams)
         on_ssd = sum(stream.pages_on_ssd for stream in self._streams)
-        used = sum(stream.pages_used for stream in self._streams) * self._payload_bytes
+        used = sum(stream.pages_used for stream in self._streams) * self._geometry.payload_bytes
         streamed = (in_dram, on_ssd, in_dram + on_ssd > 0, used)
-        gains = (*streamed, self.left_out, *self.clock.seconds)
+        gains = (*streamed, len(plans) > 0, self.left_out, *self.clock.seconds)
         counters.add_keyed(STEP_KEYS, gains)
         if self._decode is not None:
             counters.add_keyed(CHOICE_KEYS, self._chosen(self._decode))
@@ -287,7 +315,7 @@ class PagedStep:
 
     def _chosen(self, decode: SparseDecode) -> tuple[float, ...]:
         """Gains of :data:`CHOICE_KEYS`."""
-        counts, contexts, page = decode.counts, decode.contexts, self._page_bytes
+        counts, contexts, page = decode.counts, decode.contexts, self._geometry.page_bytes
         token, channel = contexts.fetched, contexts.fetched_channels
         summary = contexts.fetched_summaries
         hot, frame, cache, ssd = token.hot, token.frame, token.cache, token.ssd
@@ -295,7 +323,7 @@ class PagedStep:
         # Written out: every step does this, behind a model that has emptied the caches.
         return (
             counts.lists > 0,
-            contexts.pages_used * self._payload_bytes,
+            contexts.pages_used * self._geometry.payload_bytes,
             counts.lists,
             counts.kept,
             counts.selected,

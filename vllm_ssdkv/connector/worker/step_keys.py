@@ -14,6 +14,7 @@ STEP_KEYS: Final[tuple[str, ...]] = (
     counter_key("context_pages_streamed", tier="ssd"),
     counter_key("context_steps", attention="exact"),
     counter_key("bytes_used"),
+    counter_key("context_steps_native"),
     counter_key("sparse_rows_exact"),
     *(counter_key("attention_seconds", part=part) for part in PARTS),
 )

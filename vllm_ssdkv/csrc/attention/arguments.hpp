@@ -100,6 +100,77 @@ inline void check_threads(std::int64_t threads) {
   require(threads > 0, "threads must be positive");
 }
 
+// Rows of a table of columns; throws unless first_column starts at 0 and never falls.
+inline std::int64_t rows_of(const Vector<std::int64_t>& first_column) {
+  require(first_column.shape(0) > 0 && first_column.data()[0] == 0,
+          "a table's columns must begin at 0");
+  for (std::size_t r = 1; r < first_column.shape(0); ++r) {
+    require(first_column.data()[r] >= first_column.data()[r - 1], "a row has negative columns");
+  }
+  return extent(first_column.shape(0)) - 1;
+}
+
+inline std::int64_t columns_of(const Vector<std::int64_t>& first_column) {
+  return first_column.data()[first_column.shape(0) - 1];
+}
+
+template <typename A>
+void check_size(const A& array, std::int64_t size, const char* text) {
+  require(extent(array.size()) == size, text);
+}
+
+inline void check_bits(std::int64_t bits) {
+  require(bits == 1 || bits == 2 || bits == 4, "codes have 1, 2 or 4 bits");
+}
+
+// Checks that every row's blocks lie within the addresses and are as many as its columns say.
+inline void check_blocks(const Vector<std::int32_t>& begin, const Vector<std::int32_t>& end,
+                         std::int64_t rows, std::int64_t addresses) {
+  check_size(begin, rows, "a row needs one begin and one end of its blocks");
+  check_size(end, rows, "a row needs one begin and one end of its blocks");
+  for (std::int64_t r = 0; r < rows; ++r) {
+    require(begin.data()[r] >= 0 && begin.data()[r] <= end.data()[r] && end.data()[r] <= addresses,
+            "a row's blocks reach beyond the addresses");
+  }
+}
+
+// Contexts and windows of rows: the same in every layer of a step.
+struct Contexts {
+  BlockShape shape;
+  Vector<std::int32_t> row_begin, row_end, window_tokens;
+  Vector<std::int64_t> first_page, first_token;
+  std::int64_t rows;
+
+  Contexts(const BlockShape& of, Vector<std::int32_t> begin, Vector<std::int32_t> end,
+           Vector<std::int32_t> window, Vector<std::int64_t> pages, Vector<std::int64_t> tokens)
+      : shape(of),
+        row_begin(begin),
+        row_end(end),
+        window_tokens(window),
+        first_page(pages),
+        first_token(tokens),
+        rows(rows_of(pages)) {
+    check_blocks(begin, end, rows, INT32_MAX);
+    check_size(window, rows, "window_tokens must be [rows]");
+    require(rows_of(tokens) == rows, "first_page and first_token differ in rows");
+    for (std::int64_t r = 0; r < rows; ++r) {
+      const std::int64_t blocks = end.data()[r] - begin.data()[r];
+      require(pages.data()[r + 1] - pages.data()[r] == blocks * shape.groups(),
+              "a row's pages are not those of its blocks");
+      require(window.data()[r] >= 0 && tokens.data()[r + 1] - tokens.data()[r] ==
+                                           blocks * shape.block_tokens + window.data()[r],
+              "a row's tokens are not those of its blocks and window");
+    }
+  }
+
+  void check_addresses(const Vector<std::uint64_t>& addresses) const {
+    for (std::int64_t r = 0; r < rows; ++r) {
+      require(row_end.data()[r] <= extent(addresses.shape(0)),
+              "a row's blocks reach beyond the addresses");
+    }
+  }
+};
+
 // The functions of page selection and sparse attention, in sparse_bindings.cpp.
 void bind_sparse(nb::module_& module);
 void bind_next_best(nb::module_& module);

@@ -191,6 +191,15 @@ void finish(const Kernels& kernels, const Output& output, std::int64_t threads) 
   });
 }
 
+void log_sum_exp(const State& state, std::int64_t token, float* to) {
+  for (std::int64_t h = 0; h < state.query_heads; ++h) {
+    const std::int64_t at = token * state.query_heads + h;
+    // Rounded once: no choice of pages depends on whose logarithm it is.
+    const double log = std::log(static_cast<double>(state.denominator[at]));
+    to[h] = state.maximum[at] + static_cast<float>(log);
+  }
+}
+
 void merge(const State& state, const State& part) {
   const std::int64_t count = state.tokens * state.query_heads;
   const std::int64_t head_size = state.head_size;

@@ -18,6 +18,9 @@ void attend(const Kernels& kernels, const Problem& problem, std::int64_t threads
 
 void finish(const Kernels& kernels, const Output& output, std::int64_t threads);
 
+// Log-sum-exp of the logits that a query token has seen, [query_heads]; -inf where it saw no key.
+void log_sum_exp(const State& state, std::int64_t token, float* to);
+
 // Folds `part`, of the same queries over further keys, into `state`, on this thread.
 void merge(const State& state, const State& part);
 

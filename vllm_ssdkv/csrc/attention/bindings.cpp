@@ -1,5 +1,7 @@
 // Python face of the CPU attention kernels. Arguments are checked here, before any address is
 // followed; what cannot be checked is that raw addresses point at memory of the stated shape.
+#include "decode/bindings.hpp"
+
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -7,6 +9,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <optional>
 #include <string>
 
@@ -146,6 +149,20 @@ void py_merge(const BoundState& state, const BoundState& part) {
   merge(state, part);
 }
 
+nb::ndarray<nb::numpy, float, nb::ndim<2>> py_log_sum_exp(const BoundState& state,
+                                                          const Vector<std::int64_t>& token) {
+  const auto heads = static_cast<std::size_t>(state.query_heads);
+  auto made = std::make_unique<float[]>(token.shape(0) * heads);
+  for (std::size_t r = 0; r < token.shape(0); ++r) {
+    require(token.data()[r] >= 0 && token.data()[r] < state.tokens,
+            "a token lies outside the state");
+    log_sum_exp(state, token.data()[r], made.get() + r * heads);
+  }
+  float* const values = made.release();
+  const nb::capsule owner(values, [](void* p) noexcept { delete[] static_cast<float*>(p); });
+  return {values, {token.shape(0), heads}, owner};
+}
+
 void py_store_kv(const Vectors& key, const Vectors& value, Vector<std::int64_t> slot_mapping,
                  std::uint64_t cache_address, std::int64_t block_stride, const BlockShape& shape,
                  std::int64_t threads) {
@@ -199,7 +216,7 @@ NB_MODULE(_kernels, module) {
 Raw addresses are those of torch or numpy memory that the caller keeps alive. Arrays are
 C-contiguous, on the CPU, of exactly the stated dtype (numpy or torch; no silent conversion). Every
 function blocks until done and may be called from any thread. It releases the GIL, but for those
-that take microseconds: ``merge``, ``without``, ``compensate``, ``count_choice`` and the clock. It
+that take microseconds: ``merge``, ``log_sum_exp``, ``without``, ``compensate``, ``count_choice`` and the clock. It
 runs on the OpenMP team that torch has for that thread; ``threads`` bounds it and counts the caller.
 Dtypes are ``FLOAT32``, ``BFLOAT16`` and ``FLOAT16``; all arithmetic is fp32.
 
@@ -281,6 +298,8 @@ to attention over their union, in any order, up to fp32 rounding; rows that see 
 they are. The same call with the same ``threads`` gives the same bits.)");
   module.def("finish", &py_finish, arg("state"), arg("out"), arg("lse").noconvert().none(),
              arg("threads"), "out = acc / l (zero where l is 0); lse = m + log(l).");
+  module.def("log_sum_exp", &py_log_sum_exp, arg("state"), arg("token").noconvert(),
+             "Log-sum-exp of the logits that some query tokens have seen, [n, q_heads].");
   module.def("merge", &py_merge, arg("state"), arg("part"),
              "Fold the state of further keys into a state of the same queries.");
   module.def("store_kv", &py_store_kv, arg("key"), arg("value"), arg("slot_mapping").noconvert(),
@@ -302,7 +321,10 @@ is measured there is the time of the host.)")
            "What was done since the last call was this part. Raises IndexError: there is none.")
       .def_prop_ro(
           "seconds", [](const AttentionClock& clock) { return clock.seconds(); },
-          "Seconds in each part, so far.");
+          "Seconds in each part, so far.")
+      .def_prop_ro("window_seconds", &AttentionClock::window_seconds,
+                   "Seconds of attending to windows, which are in those of attending.");
   bind_sparse(module);
   bind_next_best(module);
+  ssdkv::decode::bind_decode(module);
 }

@@ -10,20 +10,31 @@ namespace ssdkv::attention {
 class AttentionClock {
  public:
   static constexpr std::size_t kParts = 6;  // clock.py names them
+  enum Part : std::size_t { kSelect, kFetch, kAhead, kWait, kAttend, kMerge };
 
-  void start() { last_ = Clock::now(); }
+  // A layer begins, with attention to windows.
+  void start() {
+    last_ = Clock::now();
+    in_window_ = true;
+  }
   // Throws std::out_of_range.
   void lap(std::size_t part) {
     const Clock::time_point now = Clock::now();
-    seconds_.at(part) += std::chrono::duration<double>(now - last_).count();
+    const double seconds = std::chrono::duration<double>(now - last_).count();
+    seconds_.at(part) += seconds;
+    if (in_window_ && part == kAttend) window_seconds_ += seconds;
+    in_window_ = false;
     last_ = now;
   }
   const std::array<double, kParts>& seconds() const { return seconds_; }
+  double window_seconds() const { return window_seconds_; }
 
  private:
   using Clock = std::chrono::steady_clock;
 
   std::array<double, kParts> seconds_{};
+  double window_seconds_ = 0;
+  bool in_window_ = false;
   Clock::time_point last_{};
 };
 

@@ -113,6 +113,8 @@ struct Kernels {
   // order.
   void (*fold)(const Problem&, const Task&, const float* partials, std::int64_t count);
   void (*finish)(const Output&, std::int64_t token_begin, std::int64_t token_end);
+  // One token's vectors as float32, [heads][head_size].
+  void (*widen)(const Vectors&, std::int64_t token, float* to);
   const SparseKernels* sparse;
 };
 

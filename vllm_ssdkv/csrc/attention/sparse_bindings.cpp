@@ -23,33 +23,10 @@ namespace {
 
 constexpr std::int64_t kMaxChannels = kMaxHeadSize;
 
-// Rows of a table of columns; throws unless first_column starts at 0 and never falls.
-std::int64_t rows_of(const Vector<std::int64_t>& first_column) {
-  require(first_column.shape(0) > 0 && first_column.data()[0] == 0,
-          "a table's columns must begin at 0");
-  for (std::size_t r = 1; r < first_column.shape(0); ++r) {
-    require(first_column.data()[r] >= first_column.data()[r - 1], "a row has negative columns");
-  }
-  return extent(first_column.shape(0)) - 1;
-}
-
-std::int64_t columns_of(const Vector<std::int64_t>& first_column) {
-  return first_column.data()[first_column.shape(0) - 1];
-}
-
 void check_heads(std::int64_t kv_heads, std::int64_t q_heads, std::int64_t threads) {
   require(kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0,
           "q_heads must be a positive multiple of kv_heads");
   check_threads(threads);
-}
-
-template <typename A>
-void check_size(const A& array, std::int64_t size, const char* text) {
-  require(extent(array.size()) == size, text);
-}
-
-void check_bits(std::int64_t bits) {
-  require(bits == 1 || bits == 2 || bits == 4, "codes have 1, 2 or 4 bits");
 }
 
 const std::uint64_t* check_targets(const std::optional<Vector<std::uint64_t>>& list,
@@ -192,54 +169,6 @@ void py_pack_summarized(Vector<std::uint64_t> source, std::optional<Vector<std::
   const Unlocked unlocked;
   pack_summarized(p, threads);
 }
-
-// Checks that every row's blocks lie within the addresses and are as many as its columns say.
-void check_blocks(const Vector<std::int32_t>& begin, const Vector<std::int32_t>& end,
-                  std::int64_t rows, std::int64_t addresses) {
-  check_size(begin, rows, "a row needs one begin and one end of its blocks");
-  check_size(end, rows, "a row needs one begin and one end of its blocks");
-  for (std::int64_t r = 0; r < rows; ++r) {
-    require(begin.data()[r] >= 0 && begin.data()[r] <= end.data()[r] && end.data()[r] <= addresses,
-            "a row's blocks reach beyond the addresses");
-  }
-}
-
-// Contexts and windows of rows: the same in every layer of a step.
-struct Contexts {
-  BlockShape shape;
-  Vector<std::int32_t> row_begin, row_end, window_tokens;
-  Vector<std::int64_t> first_page, first_token;
-  std::int64_t rows;
-
-  Contexts(const BlockShape& of, Vector<std::int32_t> begin, Vector<std::int32_t> end,
-           Vector<std::int32_t> window, Vector<std::int64_t> pages, Vector<std::int64_t> tokens)
-      : shape(of),
-        row_begin(begin),
-        row_end(end),
-        window_tokens(window),
-        first_page(pages),
-        first_token(tokens),
-        rows(rows_of(pages)) {
-    check_blocks(begin, end, rows, INT32_MAX);
-    check_size(window, rows, "window_tokens must be [rows]");
-    require(rows_of(tokens) == rows, "first_page and first_token differ in rows");
-    for (std::int64_t r = 0; r < rows; ++r) {
-      const std::int64_t blocks = end.data()[r] - begin.data()[r];
-      require(pages.data()[r + 1] - pages.data()[r] == blocks * shape.groups(),
-              "a row's pages are not those of its blocks");
-      require(window.data()[r] >= 0 && tokens.data()[r + 1] - tokens.data()[r] ==
-                                           blocks * shape.block_tokens + window.data()[r],
-              "a row's tokens are not those of its blocks and window");
-    }
-  }
-
-  void check_addresses(const Vector<std::uint64_t>& addresses) const {
-    for (std::int64_t r = 0; r < rows; ++r) {
-      require(row_end.data()[r] <= extent(addresses.shape(0)),
-              "a row's blocks reach beyond the addresses");
-    }
-  }
-};
 
 void score_records(PageRecord kind, std::int64_t code_bits, ConstCube query, double scale,
                    const Contexts& contexts, Vector<std::uint64_t> records,

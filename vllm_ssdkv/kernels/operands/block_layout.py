@@ -139,7 +139,7 @@ class BlockLayout:
         """Elements from one page to the next."""
         return self.page_stride_bytes // self.dtype.itemsize
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes from the first page's start to the last page's end, its padding included."""
         return self.kv_heads * self.groups * self.page_stride_bytes
@@ -149,15 +149,17 @@ class BlockLayout:
         """Bytes of K and V of a block."""
         return self.kv_heads * self.groups * self.page_payload_bytes
 
-    def check_cache(self, cache: torch.Tensor) -> None:
-        """Raise ``ValueError`` unless ``cache [num_blocks, ...]`` holds blocks of this layout."""
-        block_stride(cache)
+    def check_cache(self, cache: torch.Tensor) -> int:
+        """Elements between blocks of ``cache [num_blocks, ...]``; ``ValueError`` unless it holds
+        blocks of this layout."""
+        stride = block_stride(cache)
         held = math.prod(cache.shape[1:]) * cache.itemsize
         if cache.dtype != self.dtype or (held < self.block_bytes and cache.shape[0]):
             raise ValueError(
                 f"a cache of {cache.dtype} with {held} bytes per block cannot hold {self} "
                 f"({self.block_bytes} bytes)"
             )
+        return stride
 
 
 @dataclass(frozen=True, slots=True)

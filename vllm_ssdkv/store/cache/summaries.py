@@ -61,7 +61,8 @@ class SummaryTable:
         self._heads = geometry.heads
         self._record = geometry.payload_bytes // page_tokens
         self._row_bytes = row_bytes(geometry, page_tokens, channels=channels)
-        self._layer_bytes = summary_bytes(geometry, page_tokens) // geometry.layers
+        self.layer_bytes = summary_bytes(geometry, page_tokens) // geometry.layers
+        """Bytes from a layer's records in a row to those of the next layer."""
         self._channels = round_up(summary_bytes(geometry, page_tokens), ROW_ALIGN)
         """Where channel-major K begins in a row."""
         self._channel_bytes = channel_bytes(geometry)
@@ -200,8 +201,8 @@ class SummaryTable:
     def address(self, rows: NDArray[np.int32], layer: int) -> NDArray[np.uint64]:
         """Absolute address of a layer's records in each row, ``[heads, groups, 2, head_size]``."""
         if self._records_on_device:
-            return self._device_address(rows) + np.uint64(layer * self._layer_bytes)
-        return self._address(rows) + np.uint64(layer * self._layer_bytes)
+            return self._device_address(rows) + np.uint64(layer * self.layer_bytes)
+        return self._address(rows) + np.uint64(layer * self.layer_bytes)
 
     def channels(self, rows: NDArray[np.int32], layer: int) -> NDArray[np.uint64]:
         """Absolute address of a layer's K in each row, ``[heads, head_size, block_tokens]``."""
@@ -209,7 +210,7 @@ class SummaryTable:
 
     def values(self, rows: NDArray[np.int32], layer: int, head_size: int) -> NDArray[np.float32]:
         """A layer's sum of V over the tokens of each row, a copy, [n, heads, head_size]."""
-        begin = layer * self._layer_bytes
+        begin = layer * self.layer_bytes
         if not self._geometry.channel_pages:  # behind the records of the layer's pages
             begin += self._geometry.pages_per_layer * self._record
         records = self._memory[rows, begin : begin + self._heads * self._record]

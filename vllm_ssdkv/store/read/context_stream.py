@@ -310,6 +310,16 @@ class ContextStream:
         chunks = [blocks.part(every[i : i + per_chunk]) for i in range(0, len(every), per_chunk)]
         return _Walk(whole, chunks, distinct, Away(slots[away], row[away]))
 
+    @property
+    def in_frames(self) -> bool:
+        """Check whether all blocks have a frame: nothing is read, and no row can be lost."""
+        return not self.pages_on_ssd
+
+    def whole(self) -> list[Part]:
+        """All contexts of each layer. The same object for all layers in which the same rows take
+        part."""
+        return [walk.whole for walk in self._walks]
+
     def parts(self, layer: int, share: float | None) -> tuple[Part, Part]:
         """Cut a layer's contexts in two, for a device and for the thread of the forward pass.
 

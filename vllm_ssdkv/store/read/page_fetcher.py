@@ -125,6 +125,10 @@ class PageFetcher:
             self._ahead.append(self._submit(keys, places))
         return len(keys)
 
+    def settle(self) -> None:
+        """Take in what was read ahead and has arrived by now; what uses no fetch calls this."""
+        self._settle_ahead(wait=False)
+
     def on_the_way(self) -> int:
         """Pages that are being read ahead."""
         self._settle_ahead(wait=False)

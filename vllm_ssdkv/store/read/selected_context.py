@@ -190,6 +190,31 @@ class SelectedContexts:
         return self._summaries.address(self._summary_rows, layer)
 
     @property
+    def record_bytes(self) -> int:
+        """Bytes from a block's records of a layer to those of the next layer."""
+        return self._summaries.layer_bytes
+
+    @property
+    def read_in_place(self) -> bool:
+        """Check whether all pages lie in frames, and are attended to there."""
+        return self.in_frames and self._hot is None
+
+    @property
+    def frame_address(self) -> NDArray[np.uint64]:
+        """Address of the frame of each block, [B]; 0 where it has none."""
+        return self._frame_address
+
+    def shared_slots(self) -> NDArray[np.int32]:
+        """Number of each block's slot, from 0, [B]; empty: no two blocks have the same."""
+        distinct, which = np.unique(self.slots, return_inverse=True)
+        shared = len(distinct) < len(which)
+        return which.astype(np.int32) if shared else np.zeros(0, dtype=np.int32)
+
+    def settle_reads(self) -> None:
+        """Take in pages that were read ahead for this step, which fetches none."""
+        self._fetcher.settle()
+
+    @property
     def layers(self) -> int:
         """Layers of the model."""
         return self._geometry.layers

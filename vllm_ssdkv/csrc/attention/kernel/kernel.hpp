@@ -349,6 +349,28 @@ void finish(const Output& o, std::int64_t token_begin, std::int64_t token_end) {
   }
 }
 
+template <typename T>
+void widen_token(const Vectors& v, std::int64_t token, float* to) {
+  constexpr auto kItem = static_cast<std::int64_t>(sizeof(T));
+  const std::byte* const from = v.data + token * v.stride;
+  const std::int64_t count = v.heads * v.head_size;
+  for (std::int64_t i = 0; i < count; i += kLanes) {
+    store_some<float>(reinterpret_cast<std::byte*>(to + i),
+                      load_some<T>(from + i * kItem, count - i), count - i);
+  }
+}
+
+void widen(const Vectors& v, std::int64_t token, float* to) {
+  switch (v.dtype) {
+    case DType::kFloat32:
+      return widen_token<float>(v, token, to);
+    case DType::kBFloat16:
+      return widen_token<BFloat16>(v, token, to);
+    case DType::kFloat16:
+      return widen_token<Float16>(v, token, to);
+  }
+}
+
 constexpr SparseKernels kSparseKernels{
     page_record, head_channels,  head_value_sum, key_rows, project,      encode_head, code_logits,
     page_logits, channel_logits, window_logits,  weigh,    score_tokens, cover};
@@ -358,7 +380,8 @@ constexpr SparseKernels kSparseKernels{
 
 namespace ssdkv::attention {
 
-const Kernels SSDKV_KERNELS{SSDKV_ISA_NAME,  SSDKV_ISA::scratch_bytes, SSDKV_ISA::attend,
-                            SSDKV_ISA::fold, SSDKV_ISA::finish,        &SSDKV_ISA::kSparseKernels};
+const Kernels SSDKV_KERNELS{
+    SSDKV_ISA_NAME,    SSDKV_ISA::scratch_bytes, SSDKV_ISA::attend,         SSDKV_ISA::fold,
+    SSDKV_ISA::finish, SSDKV_ISA::widen,         &SSDKV_ISA::kSparseKernels};
 
 }  // namespace ssdkv::attention

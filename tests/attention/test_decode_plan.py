@@ -1,0 +1,166 @@
+"""Steps that native code runs layer by layer: each bit and count is that of the path in Python."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+
+from vllm_ssdkv.attention.decode_plan import DecodePlan
+from vllm_ssdkv.base.metrics import counter_key
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.config.request import RequestOptions
+from vllm_ssdkv.profiling.decode_harness.decoder import PagedDecoder, Room
+from vllm_ssdkv.profiling.decode_harness.models import make_model
+from vllm_ssdkv.sparse.prefetch import SelectionHistory
+
+CPU = torch.device("cpu")
+NATIVE = counter_key("context_steps_native")
+STEPS, VOCABULARY = 3, 128
+REMEMBER = SelectionHistory.remember
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its requests, and how they choose."""
+
+    layers: int
+    kv_heads: int
+    group: int
+    head_size: int
+    dtype: torch.dtype
+    block_tokens: int
+    prompts: tuple[int, ...]
+    window: int
+    selector: str
+    budget: float
+    sinks: int
+    dense_layers: int
+    exact: tuple[bool, ...]
+    """Requests that attend to everything beside those that choose."""
+
+    def model(self) -> torch.nn.Module:
+        heads = self.kv_heads * self.group
+        config = LlamaConfig(
+            num_hidden_layers=self.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_size,
+            hidden_size=8 * heads,
+            intermediate_size=32,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=1024,
+            initializer_range=0.3,
+            tie_word_embeddings=False,
+            eos_token_id=None,
+            bos_token_id=None,
+        )
+        return make_model(config, CPU, self.dtype)
+
+    def options(self) -> SSDKVConfig:
+        sparse = {
+            "budget": self.budget,
+            "exact_below": 0,
+            "sink_tokens": self.sinks,
+            "dense_layers": self.dense_layers,
+        }
+        chosen = {} if self.selector == "exact" else {"sparse": sparse}
+        return SSDKVConfig.from_extra_config(
+            {
+                "mode": "page",
+                "selector": self.selector,
+                "hbm_window_tokens": self.window,
+                "dram_gib": "96MiB",
+                "io": {"staging": "4MiB"},
+                **chosen,
+            }
+        )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    prompts = tuple(draw(st.lists(st.integers(1, 400), min_size=1, max_size=3)))
+    layers = draw(st.integers(1, 3))
+    return Case(
+        layers,
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 3)),
+        draw(st.sampled_from((16, 32, 40))),
+        draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16))),
+        draw(st.sampled_from((16, 32))),
+        prompts,
+        draw(st.sampled_from((32, 64))),
+        draw(st.sampled_from(("exact", "window", "bounds", "spread", "codes"))),
+        draw(st.floats(0.05, 1.0)),
+        draw(st.sampled_from((0, 16, 40))),
+        draw(st.integers(0, layers - 1)),
+        tuple(draw(st.lists(st.booleans(), min_size=len(prompts), max_size=len(prompts)))),
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """One life of a decoder.
+
+    Attributes:
+        logits: Behind each token, the prompts' last ones first, [steps, requests, vocabulary].
+        chosen: Layer, pages and edges of each choice that was kept for the next step.
+        counted: What was counted, but for times.
+    """
+
+    logits: torch.Tensor
+    chosen: list[tuple[int, list[int], list[int]]]
+    counted: dict[str, float]
+
+
+def run(case: Case, model: torch.nn.Module) -> Run:
+    room = Room(len(case.prompts), max(case.prompts) + STEPS + 1, case.block_tokens, chunk=128)
+    names = [str(number) for number in range(len(case.prompts))]
+    random = torch.Generator().manual_seed(7)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        patch.object(SelectionHistory, "remember", autospec=True, side_effect=REMEMBER) as kept,
+        PagedDecoder(
+            model, case.options(), room, Path(directory) / "store", durable=False
+        ) as decoder,
+    ):
+        last = []
+        for name, length in zip(names, case.prompts, strict=True):
+            ids = torch.randint(0, VOCABULARY, (length,), generator=random).tolist()
+            last.append(decoder.prefill(name, ids))
+        for name, exact in zip(names, case.exact, strict=True):
+            decoder.ask(name, RequestOptions(selector="exact") if exact else None)
+        logits = [torch.stack(last)]
+        for _ in range(STEPS):
+            logits.append(decoder.step(names, logits[-1].argmax(-1)))
+        counted = decoder.worker.counters.totals()
+    calls = [call.args for call in kept.call_args_list]
+    chosen = [(layer, pages.tolist(), begin.tolist()) for _, layer, _, _, pages, begin in calls]
+    kept_keys = {
+        key: value
+        for key, value in counted.items()
+        if "seconds" not in key and "device=" not in key
+    }
+    return Run(torch.stack(logits), chosen, kept_keys)
+
+
+@settings(max_examples=25)
+@given(case=cases())
+def test_native_code_computes_what_python_does(case: Case) -> None:
+    """Bit for bit, from prompts on: outputs, choices and counts."""
+    model = case.model()
+    native = run(case, model)
+    with patch.object(DecodePlan, "of", return_value=None):
+        python = run(case, model)
+    assert torch.equal(native.logits, python.logits)
+    assert native.chosen == python.chosen
+    steps = native.counted.pop(NATIVE)
+    assert python.counted.pop(NATIVE) == 0
+    assert steps == sum(-(-length // 128) for length in case.prompts) + STEPS
+    assert native.counted == python.counted

@@ -1,0 +1,184 @@
+// Layers of a step's plan over buffers without a spare byte, from several threads.
+#include <cmath>
+#include <cstring>
+#include <memory>
+
+#include "attention/isa.hpp"
+#include "attention/sparse.hpp"
+#include "decode/layer_run.hpp"
+#include "suite.hpp"
+
+namespace ssdkv::test {
+namespace {
+
+using attention::DType;
+
+constexpr int64_t kLayers = 2, kHeader = 64, kPadding = 32;
+
+size_t at(int64_t i) { return static_cast<size_t>(i); }
+
+float number(Random& random) { return (static_cast<float>(random(33)) - 16.0F) / 8.0F; }
+
+std::vector<float> numbers(Random& random, int64_t count) {
+  std::vector<float> made(at(count));
+  for (float& x : made) x = number(random);
+  return made;
+}
+
+// Rows of a token each in fp32, whose contexts lie in slots that rows share.
+struct Step {
+  int64_t rows, kv_heads, query_heads, size, page_tokens, groups, slots, blocks_each;
+  decode::StepPlan plan{};
+  std::vector<std::vector<float>> slot, record;
+  std::vector<float> cache, query, out;
+  std::vector<int32_t> token, ones, begin, end, slot_of, most;
+  std::vector<int64_t> position, newest, first_page{0};
+  std::vector<uint64_t> place, frame, records;
+  std::vector<int64_t> block_position;
+  decode::PlacedBlocks window{}, whole{}, none{};
+  decode::ChoosingRows choosing{};
+  decode::ScoredPages scored{};
+
+  explicit Step(Random& random);
+  void run(bool chooses, int64_t threads);
+};
+
+Step::Step(Random& random)
+    : rows(1 + static_cast<int64_t>(random(3))),
+      kv_heads(1 + static_cast<int64_t>(random(2))),
+      query_heads(kv_heads * (1 + static_cast<int64_t>(random(3)))),
+      size(8 * (1 + static_cast<int64_t>(random(4)))),
+      page_tokens(1 + static_cast<int64_t>(random(8))),
+      groups(1 + static_cast<int64_t>(random(3))),
+      slots(1 + static_cast<int64_t>(random(6))),
+      blocks_each(1 + static_cast<int64_t>(random(at(slots)))) {
+  const int64_t payload = 2 * page_tokens * size * 4, block_tokens = page_tokens * groups;
+  plan.hbm = {block_tokens, page_tokens, payload, kv_heads, size, DType::kFloat32};
+  plan.slot = {block_tokens, page_tokens, payload + kPadding, kv_heads, size, DType::kFloat32};
+  plan.header_bytes = kHeader;
+  plan.tokens = rows;
+  const int64_t layer_bytes = kv_heads * groups * plan.slot.page_stride;
+  const int64_t record_bytes = kv_heads * groups * 2 * size * 4;
+  for (int64_t i = 0; i < slots; ++i) {
+    // The padding of the last page is not there.
+    slot.push_back(numbers(random, (kHeader + kLayers * layer_bytes - kPadding) / 4));
+    record.emplace_back(at(kLayers * record_bytes / 4));
+    for (int64_t layer = 0; layer < kLayers; ++layer) {
+      const uint64_t from = reinterpret_cast<uint64_t>(slot.back().data()) +
+                            static_cast<uint64_t>(plan.layer_offset(layer));
+      const uint64_t to = reinterpret_cast<uint64_t>(record.back().data()) +
+                          static_cast<uint64_t>(layer * record_bytes);
+      attention::Summaries summaries{};
+      summaries.layout = plan.slot;
+      summaries.source = &from;
+      summaries.bounds = &to;
+      attention::summarize_blocks(summaries, 1, 1);
+    }
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    begin.push_back(static_cast<int32_t>(frame.size()));
+    const auto first = static_cast<int64_t>(random(at(slots - blocks_each + 1)));
+    for (int64_t i = first; i < first + blocks_each; ++i) {
+      slot_of.push_back(static_cast<int32_t>(i));
+      frame.push_back(reinterpret_cast<uint64_t>(slot[at(i)].data()));
+      records.push_back(reinterpret_cast<uint64_t>(record[at(i)].data()));
+      block_position.push_back((i - first) * block_tokens);
+    }
+    end.push_back(static_cast<int32_t>(frame.size()));
+    first_page.push_back(first_page.back() + blocks_each * groups);
+    token.push_back(static_cast<int32_t>(row));
+    ones.push_back(1);
+    place.push_back(static_cast<uint64_t>(row));
+    newest.push_back(blocks_each * block_tokens);
+    position.push_back(blocks_each * block_tokens);
+    most.push_back(static_cast<int32_t>(blocks_each * groups));
+  }
+  cache = numbers(random, rows * kv_heads * groups * payload / 4);
+  query = numbers(random, rows * query_heads * size);
+  out.resize(query.size());
+  window = {{rows, token.data(), ones.data(), newest.data(), token.data(), nullptr, false},
+            rows,
+            place.data(),
+            newest.data()};
+  whole = {{rows, token.data(), ones.data(), newest.data(), begin.data(), end.data(), false},
+           static_cast<int64_t>(frame.size()),
+           frame.data(),
+           block_position.data()};
+  scored = {attention::PageRecord::kBounds, 0, records.data(), record_bytes, 1, most.data()};
+  choosing = {rows,        token.data(), position.data(), begin.data(), first_page.data(),
+              whole.count, frame.data(), slot_of.data(),  slots,        &scored,
+              nullptr};
+}
+
+void Step::run(bool chooses, int64_t threads) {
+  std::vector<int32_t> window_end(token);
+  for (int32_t& edge : window_end) ++edge;
+  window.rows.end = window_end.data();
+  none = whole;
+  none.count = 0;
+  plan.threads = threads;
+  plan.window = &window;
+  plan.streamed.assign(kLayers, chooses ? &none : &whole);
+  plan.choosing = chooses ? &choosing : nullptr;
+  plan.chooses.assign(kLayers, chooses ? 1 : 0);
+  plan.totals = {};
+  const int64_t stride = query_heads * size * 4;
+  attention::AttentionClock clock;
+  for (int64_t layer = 0; layer < kLayers; ++layer) {
+    const decode::LayerOperands operands{layer,
+                                         {reinterpret_cast<std::byte*>(query.data()),
+                                          DType::kFloat32, stride, rows, query_heads, size},
+                                         {reinterpret_cast<std::byte*>(out.data()), DType::kFloat32,
+                                          stride, rows, query_heads, size},
+                                         reinterpret_cast<uint64_t>(cache.data()),
+                                         kv_heads * groups * plan.hbm.page_stride,
+                                         0.125F,
+                                         attention::kUnbounded,
+                                         nullptr};
+    decode::run_layer(plan, operands, clock);
+  }
+}
+
+// Rows that choose every page attend to what rows that do not choose do.
+void all_pages_are_the_context(Random& random, int64_t threads) {
+  Step step(random);
+  step.run(false, threads);
+  const std::vector<float> wanted = step.out;
+  step.run(true, threads);
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    check(std::abs(step.out[i] - wanted[i]) < 1e-4F, "an output");
+  }
+  const decode::ChoiceTotals& totals = step.plan.totals;
+  const int64_t pages = step.first_page.back() * step.kv_heads * kLayers;
+  check(totals.lists == step.rows * step.kv_heads * kLayers, "lists");
+  check(totals.selected == pages && totals.context == pages, "pages chosen");
+  check(totals.missing == 0, "nothing is missing");
+  const int64_t of_slot = step.groups * step.kv_heads * kLayers;
+  check(totals.framed <= step.slots * of_slot && totals.framed >= step.blocks_each * of_slot,
+        "pages of shared slots count once");
+}
+
+void every_instruction_set() {
+  for (const std::string& isa : attention::available_isas()) {
+    attention::select_isa(isa);
+    Random random(5);
+    for (int round = 0; round < 40; ++round) all_pages_are_the_context(random, 1);
+  }
+  attention::select_isa(attention::available_isas().front());
+}
+
+void many_callers() {
+  in_threads(4, [](unsigned thread) {
+    Random random(thread);
+    for (int round = 0; round < 20; ++round) all_pages_are_the_context(random, 1 + thread);
+  });
+}
+
+}  // namespace
+
+Tests decode_tests() {
+  return {{"layers of a plan on every instruction set", every_instruction_set},
+          {"layers of plans: many callers", many_callers}};
+}
+
+}  // namespace ssdkv::test

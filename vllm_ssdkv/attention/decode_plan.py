@@ -1,0 +1,160 @@
+"""Attention of a step as one native call per layer, where nothing has to be read.
+
+A step is planned once: its rows, where their blocks lie, and how they choose pages are the same in
+every layer. Between two layers there is then nothing for Python to do (``csrc/decode``).
+
+:meth:`DecodePlan.of` decides which steps have a plan. ``exact.py`` and ``sparse.py`` compute the
+others, and they fold the same keys in the same order: a plan changes no bit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vllm_ssdkv import _kernels
+from vllm_ssdkv.attention.exact import RowBatch
+from vllm_ssdkv.kernels.dense import CpuKernels, select_kernels
+from vllm_ssdkv.kernels.native import vectors
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, Rows, block_stride
+from vllm_ssdkv.kernels.step_clock import AttentionClock, StepClock
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.read.context_stream import ContextStream, Part
+
+if TYPE_CHECKING:
+    from vllm_ssdkv.attention.sparse import SparseDecode
+
+
+class DecodePlan:
+    """Attention of one step's layers. Used by the thread of the forward pass."""
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        plan: _kernels.StepPlan,
+        clock: AttentionClock,
+        decode: SparseDecode | None,
+    ):
+        """``layout``: of a block in HBM; ``decode``: of the rows that choose, if any may."""
+        self._layout = layout
+        self._plan = plan
+        self._clock = clock
+        self._decode = decode
+        self._tells = decode is not None and decode.remembers
+
+    @classmethod
+    def of(
+        cls,
+        batch: RowBatch,
+        layout: BlockLayout,
+        geometry: SlotGeometry,
+        stream: ContextStream,
+        decode: SparseDecode | None,
+        query: torch.Tensor,
+        clock: StepClock,
+    ) -> DecodePlan | None:
+        """Plan a step, if native code has all that its layers need.
+
+        None where the model is not on a CPU, where a bench has a clock of its own, where a block of
+        a context has no frame, and where rows choose as :attr:`SparseDecode.runs_natively` says
+        that native code does not.
+
+        Args:
+            batch: The step's rows.
+            layout: Layout of a block in HBM.
+            geometry: Geometry of the slots that contexts lie in.
+            stream: Contexts that are attended to whole.
+            decode: Rows that choose, if any may.
+            query: Queries of the first layer, [T, Hq, D].
+            clock: Gets the time of each part.
+        """
+        kernels = select_kernels(query.device)
+        if not isinstance(kernels, CpuKernels) or not isinstance(clock, AttentionClock):
+            return None
+        if not stream.in_frames or (decode is not None and not decode.runs_natively):
+            return None
+        choosing = None if decode is None else decode.choosing_rows(batch, query)
+        layers = () if choosing is None or decode is None else decode.layers
+        plan = _kernels.StepPlan(
+            layout.shape,
+            layout.with_page_stride(geometry.page_bytes).shape,
+            geometry.header_bytes,
+            batch.tokens,
+            _kernels.PlacedBlocks(
+                batch.window.bound, batch.window_ids.astype(np.uint64), batch.window_position
+            ),
+            _streamed(batch, stream.whole(), layout),
+            choosing,
+            [layer in layers for layer in range(geometry.layers)],
+            kernels.threads,
+        )
+        return cls(layout, plan, clock, decode)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        out: torch.Tensor,
+        scale: float,
+        sliding_window: int | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Attention of one layer for all rows; arguments as of ``attend_exact``.
+
+        Args:
+            layer: From 0.
+            query: [T, Hq, D].
+            cache: The layer's blocks in HBM, [num_blocks, ...].
+            out: [T, Hq, D], written.
+            scale: Of the logits.
+            sliding_window: Tokens in HBM that a query sees, its own included.
+            sinks: Logits of the heads' attention sinks, [Hq].
+        """
+        layout = self._layout
+        if cache.dtype != layout.dtype or not cache.is_cpu:
+            raise ValueError(f"blocks must be {layout.dtype} on the CPU")
+        heads, size = query.shape[1], layout.head_size
+        chosen = self._plan.run_layer(
+            layer,
+            vectors("query", query, heads, size),
+            cache.data_ptr(),
+            cache.shape[0],
+            block_stride(cache) * cache.itemsize,
+            vectors("out", out, heads, size),
+            scale,
+            self._clock,
+            sliding_window,
+            None if sinks is None else sinks.detach().to("cpu", torch.float32).numpy(),
+            self._tells,
+        )
+        if chosen is not None and self._decode is not None:
+            self._decode.remember(layer, *chosen)
+
+    def count(self) -> None:
+        """Add what the layers chose to the counts of the rows that choose."""
+        if self._decode is not None:
+            self._decode.count_native(self._plan.totals)
+
+
+def _streamed(
+    batch: RowBatch, parts: list[Part], layout: BlockLayout
+) -> list[_kernels.PlacedBlocks]:
+    """Rows over the contexts of each layer that are attended to whole. Most layers have the same
+    part."""
+    known: dict[int, _kernels.PlacedBlocks] = {}
+    for part in parts:
+        if id(part) in known:
+            continue
+        rows = Rows.build(
+            batch.query_begin,
+            batch.query_count,
+            batch.first_position,
+            part.begin[batch.stream_row],
+            part.end[batch.stream_row],
+        )
+        position = part.index * layout.block_tokens
+        known[id(part)] = _kernels.PlacedBlocks(rows.bound, part.frame, position)
+    return [known[id(part)] for part in parts]

@@ -1,0 +1,55 @@
+"""Selectors whose choice native code makes, and how it is told of them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from vllm_ssdkv import _kernels
+from vllm_ssdkv.sparse.protocol import ContextSummaries, Selector, page_budget
+from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
+from vllm_ssdkv.sparse.selectors.codes import CodesSelector
+from vllm_ssdkv.sparse.selectors.page_logits import PageLogitsSelector
+from vllm_ssdkv.sparse.selectors.spread import SpreadSelector
+from vllm_ssdkv.sparse.selectors.window import WindowSelector
+from vllm_ssdkv.store.read.selected_context import SelectedContexts
+
+_RECORDS: Final[dict[type[Selector], _kernels.PageRecord]] = {
+    BoundsSelector: _kernels.PageRecord.BOUNDS,
+    SpreadSelector: _kernels.PageRecord.SPREAD,
+    CodesSelector: _kernels.PageRecord.CODES,
+}
+"""Records by which native code scores pages as these selectors do; their subclasses may not."""
+
+
+def is_native(selector: Selector) -> bool:
+    """Check whether native code chooses as this selector does, and whether the attention to its
+    pages needs nothing more."""
+    if isinstance(selector, SpreadSelector) and selector.estimate_rest:
+        return False
+    return type(selector) in _RECORDS or type(selector) is WindowSelector
+
+
+def native_choice(
+    selector: Selector, context: ContextSummaries, held: SelectedContexts, query: torch.Tensor
+) -> _kernels.ScoredPages | _kernels.ListedPages:
+    """The choice of one that :func:`is_native`, for all layers of a step.
+
+    Args:
+        selector: See above.
+        context: Sizes of the rows' contexts.
+        held: The contexts.
+        query: Of the rows, in any layer.
+    """
+    if not isinstance(selector, PageLogitsSelector):
+        same = selector.select(query, context, 1.0)  # which does not look at the query
+        return _kernels.ListedPages(same.pages, same.begin)
+    return _kernels.ScoredPages(
+        _RECORDS[type(selector)],
+        selector.needs.codes,
+        held.page_records(0),
+        held.record_bytes,
+        -(-selector.sink_tokens // context.layout.page_tokens),
+        page_budget(selector.budget, context),
+    )

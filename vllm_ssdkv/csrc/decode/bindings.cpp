@@ -1,0 +1,341 @@
+// Python face of a step's plan. Arguments are checked here, once per step, but for those of a
+// layer; what cannot be checked is that raw addresses point at memory of the stated shape.
+#include "decode/bindings.hpp"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "attention/arguments.hpp"
+#include "base/arrays.hpp"
+#include "base/unlocked.hpp"
+#include "decode/layer_run.hpp"
+
+namespace ssdkv::decode {
+namespace {
+
+using attention::BlockShape;
+using attention::BoundRows;
+using attention::check_size;
+using attention::Contexts;
+using attention::extent;
+using attention::PageRecord;
+using attention::require;
+using attention::Vector;
+using attention::Vectors;
+namespace nb = nanobind;
+
+// The structs of step_plan.hpp with the arrays that they point into.
+
+struct BoundBlocks : PlacedBlocks {
+  BoundBlocks(std::shared_ptr<const BoundRows> rows_of, const Vector<std::uint64_t>& places,
+              const Vector<std::int64_t>& positions)
+      : PlacedBlocks{*rows_of, extent(places.shape(0)), places.data(), positions.data()},
+        bound(std::move(rows_of)),
+        place_(places),
+        position_(positions) {
+    check_size(positions, count, "place and position differ in length");
+    require(!bound->list_per_head, "each row has one list of blocks");
+    require(bound->last_page <= count, "a list reaches beyond the blocks");
+    for (std::int64_t i = 0; i < count; ++i) last_place = std::max(last_place, place[i]);
+  }
+
+  std::shared_ptr<const BoundRows> bound;
+  std::uint64_t last_place = 0;
+
+ private:
+  Vector<std::uint64_t> place_;
+  Vector<std::int64_t> position_;
+};
+
+struct BoundScoredPages : ScoredPages {
+  BoundScoredPages(PageRecord kind, std::int64_t bits, const Vector<std::uint64_t>& addresses,
+                   std::int64_t bytes_of_layer, std::int64_t first,
+                   const Vector<std::int32_t>& limit)
+      : ScoredPages{kind, bits, addresses.data(), bytes_of_layer, first, limit.data()},
+        blocks(extent(addresses.shape(0))),
+        rows(extent(limit.shape(0))),
+        records_(addresses),
+        most_(limit) {
+    if (kind == PageRecord::kCodes) attention::check_bits(bits);
+    require((kind == PageRecord::kCodes) == (bits != 0), "only codes have bits");
+    require(layer_bytes >= 0 && sinks >= 0, "layer_bytes or sinks out of range");
+  }
+
+  std::int64_t blocks, rows;
+
+ private:
+  Vector<std::uint64_t> records_;
+  Vector<std::int32_t> most_;
+};
+
+struct BoundListedPages : ListedPages {
+  BoundListedPages(const Vector<std::int32_t>& numbers, const Vector<std::int32_t>& edges)
+      : ListedPages{numbers.data(), edges.data()},
+        lists(extent(edges.shape(0)) - 1),
+        pages_(numbers),
+        begin_(edges) {
+    require(lists >= 0 && begin[0] == 0 && begin[lists] == extent(numbers.shape(0)) &&
+                std::is_sorted(begin, begin + lists + 1),
+            "the lists' edges do not fit their pages");
+  }
+
+  std::int64_t lists;
+
+ private:
+  Vector<std::int32_t> pages_, begin_;
+};
+
+using Choice =
+    std::variant<std::shared_ptr<const BoundScoredPages>, std::shared_ptr<const BoundListedPages>>;
+
+struct BoundChoosingRows : ChoosingRows {
+  BoundChoosingRows(std::shared_ptr<const Contexts> of, const Vector<std::int32_t>& tokens,
+                    const Vector<std::int64_t>& positions, const Vector<std::uint64_t>& frames,
+                    const Vector<std::int32_t>& slots_of, Choice choice)
+      : ChoosingRows{of->rows,
+                     tokens.data(),
+                     positions.data(),
+                     of->row_begin.data(),
+                     of->first_page.data(),
+                     extent(frames.shape(0)),
+                     frames.data(),
+                     nullptr,
+                     0,
+                     nullptr,
+                     nullptr},
+        contexts(std::move(of)),
+        choice_(std::move(choice)),
+        token_(tokens),
+        position_(positions),
+        frame_(frames) {
+    check_size(tokens, count, "token and position must be [rows]");
+    check_size(positions, count, "token and position must be [rows]");
+    for (std::int64_t r = 0; r < count; ++r) {
+      require(token[r] >= 0, "a row's query lies outside the state");
+      last_token = std::max<std::int64_t>(last_token, token[r]);
+    }
+    contexts->check_addresses(frames);
+    if (slots_of.shape(0) > 0) set_slots(slots_of);
+    std::visit([&](const auto& pages) { set_choice(*pages); }, choice_);
+  }
+
+  std::shared_ptr<const Contexts> contexts;
+  std::int64_t last_token = -1;
+
+ private:
+  void set_slots(const Vector<std::int32_t>& numbers) {
+    check_size(numbers, blocks, "each block has a slot");
+    slot_ = numbers;
+    slot = slot_.data();
+    for (std::int64_t i = 0; i < blocks; ++i) {
+      require(slot[i] >= 0 && slot[i] < blocks, "slots are numbered from 0");
+      slots = std::max<std::int64_t>(slots, slot[i] + 1);
+    }
+  }
+
+  void set_choice(const BoundScoredPages& pages) {
+    require(pages.blocks == blocks && pages.rows == count,
+            "records must be [blocks] and most [rows]");
+    scored = &pages;
+  }
+
+  void set_choice(const BoundListedPages& pages) {
+    const std::int64_t heads = contexts->shape.kv_heads;
+    require(pages.lists == count * heads, "begin must be [rows * kv_heads + 1]");
+    for (std::int64_t list = 0; list < pages.lists; ++list) {
+      const std::int64_t row = list / heads, end = first_page[row + 1] - first_page[row];
+      for (std::int64_t i = pages.begin[list]; i < pages.begin[list + 1]; ++i) {
+        require(pages.pages[i] >= 0 && pages.pages[i] < end,
+                "a page lies outside its row's context");
+      }
+    }
+    listed = &pages;
+  }
+
+  Choice choice_;
+  Vector<std::int32_t> token_;
+  Vector<std::int64_t> position_;
+  Vector<std::uint64_t> frame_;
+  Vector<std::int32_t> slot_;
+};
+
+class BoundPlan {
+ public:
+  BoundPlan(const BlockShape& hbm, const BlockShape& slot, std::int64_t header_bytes,
+            std::int64_t tokens, std::shared_ptr<const BoundBlocks> window,
+            std::vector<std::shared_ptr<const BoundBlocks>> streamed,
+            std::shared_ptr<const BoundChoosingRows> choosing, std::vector<bool> chooses,
+            std::int64_t threads)
+      : window_(std::move(window)),
+        streamed_(std::move(streamed)),
+        choosing_(std::move(choosing)),
+        hbm_(hbm),
+        plan_{hbm,
+              slot,
+              header_bytes,
+              tokens,
+              threads,
+              window_.get(),
+              {},
+              choosing_.get(),
+              {chooses.begin(), chooses.end()},
+              {},
+              {}} {
+    attention::check_threads(threads);
+    require(header_bytes >= 0 && tokens >= 0, "header_bytes or tokens out of range");
+    require(hbm.payload() == slot.payload() && hbm.groups() == slot.groups() &&
+                hbm.kv_heads == slot.kv_heads && hbm.dtype == slot.dtype,
+            "blocks in HBM and in slots differ in more than the page stride");
+    require(chooses.size() == streamed_.size(), "streamed and chooses must be [layers]");
+    check_queries(*window_->bound);
+    for (const auto& blocks : streamed_) {
+      check_queries(*blocks->bound);
+      plan_.streamed.push_back(blocks.get());
+    }
+    require(choosing_ || std::find(chooses.begin(), chooses.end(), true) == chooses.end(),
+            "nobody chooses");
+    if (!choosing_) return;
+    require(choosing_->last_token < tokens, "a row's query lies outside the state");
+    const BlockShape& shape = choosing_->contexts->shape;
+    require(shape.kv_heads == hbm.kv_heads && shape.groups() == hbm.groups() &&
+                shape.payload() == hbm.payload(),
+            "contexts and windows differ in their blocks");
+  }
+
+  std::optional<std::pair<ArrayOut<std::int32_t>, ArrayOut<std::int32_t>>> run_layer(
+      std::int64_t layer, const Vectors& query, std::uint64_t cache, std::int64_t blocks,
+      std::int64_t block_stride, const Vectors& out, double scale, attention::AttentionClock& clock,
+      std::optional<std::int64_t> sliding_window, const std::optional<Vector<float>>& sinks,
+      bool tell) {
+    require(layer >= 0 && layer < extent(streamed_.size()), "there is no such layer");
+    hbm_.check_heads(query.heads);
+    for (const Vectors* part : {&query, &out}) {
+      require(part->tokens == plan_.tokens && part->heads == query.heads &&
+                  part->head_size == hbm_.head_size,
+              "the plan is of other tokens, heads or channels");
+    }
+    require(std::isfinite(scale), "scale must be finite");
+    require(window_->count == 0 || window_->last_place < static_cast<std::uint64_t>(blocks),
+            "a block id lies outside the cache");
+    require(block_stride >= hbm_.kv_heads * hbm_.groups() * hbm_.page_stride,
+            "block_stride is smaller than the pages of one block");
+    require(!sliding_window || *sliding_window > 0, "sliding_window must be positive");
+    if (sinks) check_size(*sinks, query.heads, "sinks must be [q_heads]");
+    const LayerOperands operands{
+        layer,
+        query,
+        out,
+        cache,
+        block_stride,
+        static_cast<float>(scale),
+        std::min(sliding_window.value_or(attention::kUnbounded), attention::kUnbounded),
+        sinks ? sinks->data() : nullptr};
+    ChosenPages chosen;
+    {
+      const Unlocked unlocked;
+      chosen = decode::run_layer(plan_, operands, clock);
+    }
+    if (!tell || chosen.count == 0) return std::nullopt;
+    const std::int64_t lists = plan_.choosing->count * hbm_.kv_heads;
+    return std::pair{to_numpy(std::vector<std::int32_t>(chosen.pages, chosen.pages + chosen.count)),
+                     to_numpy(std::vector<std::int32_t>(chosen.begin, chosen.begin + lists + 1))};
+  }
+
+  const ChoiceTotals& totals() const { return plan_.totals; }
+
+ private:
+  void check_queries(const BoundRows& rows) const {
+    require(rows.last_query <= plan_.tokens, "a row's queries lie outside the state");
+  }
+
+  std::shared_ptr<const BoundBlocks> window_;
+  std::vector<std::shared_ptr<const BoundBlocks>> streamed_;
+  std::shared_ptr<const BoundChoosingRows> choosing_;
+  BlockShape hbm_;
+  StepPlan plan_;
+};
+
+}  // namespace
+
+void bind_decode(nb::module_& module) {
+  nb::enum_<PageRecord>(module, "PageRecord", "What is kept of the K of pages.")
+      .value("BOUNDS", PageRecord::kBounds, "Minimum and maximum of each channel.")
+      .value("SPREAD", PageRecord::kSpread, "Mean and variance of each channel.")
+      .value("CODES", PageRecord::kCodes, "Each key in a few bits a channel.");
+  nb::class_<BoundBlocks>(module, "PlacedBlocks",
+                          R"(Rows over blocks that stay at their places for a whole step.
+
+``place [B]``: number of each block in HBM, or absolute address of its frame in DRAM. ``position
+[B]``: of its first token in the request.)")
+      .def(nb::init<std::shared_ptr<const BoundRows>, const Vector<std::uint64_t>&,
+                    const Vector<std::int64_t>&>(),
+           nb::arg("rows"), nb::arg("place").noconvert(), nb::arg("position").noconvert());
+  nb::class_<BoundScoredPages>(module, "ScoredPages",
+                               R"(Choice of the pages of the largest weight.
+
+``records [B]``: addresses of the blocks' records in layer 0, ``layer_bytes`` before those of the
+next one. The first ``sinks`` pages are chosen, then the others, ``most [R]`` for each KV head.)")
+      .def(nb::init<PageRecord, std::int64_t, const Vector<std::uint64_t>&, std::int64_t,
+                    std::int64_t, const Vector<std::int32_t>&>(),
+           nb::arg("record"), nb::arg("code_bits"), nb::arg("records").noconvert(),
+           nb::arg("layer_bytes"), nb::arg("sinks"), nb::arg("most").noconvert());
+  nb::class_<BoundListedPages>(module, "ListedPages",
+                               R"(Choice of the same pages in every layer.
+
+KV head h of row r has ``pages[begin[i]..begin[i + 1]]``, ``i = r * kv_heads + h``, ascending.)")
+      .def(nb::init<const Vector<std::int32_t>&, const Vector<std::int32_t>&>(),
+           nb::arg("pages").noconvert(), nb::arg("begin").noconvert());
+  nb::class_<BoundChoosingRows>(module, "ChoosingRows",
+                                R"(Rows of one query each that choose pages of their contexts.
+
+``token`` and ``position [R]`` are those of the queries; ``frame [B]``: address of each block's
+frame; ``slot [B]``: number of its slot, from 0; empty: no two blocks have the same.)")
+      .def(nb::init<std::shared_ptr<const Contexts>, const Vector<std::int32_t>&,
+                    const Vector<std::int64_t>&, const Vector<std::uint64_t>&,
+                    const Vector<std::int32_t>&, Choice>(),
+           nb::arg("contexts"), nb::arg("token").noconvert(), nb::arg("position").noconvert(),
+           nb::arg("frame").noconvert(), nb::arg("slot").noconvert(), nb::arg("choice"));
+  nb::class_<ChoiceTotals>(module, "ChoiceTotals", "Sums over the layers that have run.")
+      .def_ro("lists", &ChoiceTotals::lists, "Lists of pages.")
+      .def_ro("selected", &ChoiceTotals::selected, "Pages in them.")
+      .def_ro("context", &ChoiceTotals::context, "Pages that there were to choose from.")
+      .def_ro("framed", &ChoiceTotals::framed,
+              "Pages in the lists; those of several lists of a layer count once.")
+      .def_ro("missing", &ChoiceTotals::missing,
+              "Softmax mass outside windows and lists, by estimate.");
+  nb::class_<BoundPlan>(module, "StepPlan", R"(Attention of a step whose contexts lie in memory.
+
+Made once per step, then run once per layer, in any order, by one thread at a time. ``streamed``
+and ``chooses`` have an entry for each layer: the contexts that are attended to whole, and whether
+the rows that choose do so.)")
+      .def(nb::init<const BlockShape&, const BlockShape&, std::int64_t, std::int64_t,
+                    std::shared_ptr<const BoundBlocks>,
+                    std::vector<std::shared_ptr<const BoundBlocks>>,
+                    std::shared_ptr<const BoundChoosingRows>, std::vector<bool>, std::int64_t>(),
+           nb::arg("hbm"), nb::arg("slot"), nb::arg("header_bytes"), nb::arg("tokens"),
+           nb::arg("window"), nb::arg("streamed"), nb::arg("choosing").none(), nb::arg("chooses"),
+           nb::arg("threads"))
+      .def("run_layer", &BoundPlan::run_layer, nb::arg("layer"), nb::arg("query"), nb::arg("cache"),
+           nb::arg("blocks"), nb::arg("block_stride"), nb::arg("out"), nb::arg("scale"),
+           nb::arg("clock"), nb::arg("sliding_window").none(), nb::arg("sinks").noconvert().none(),
+           nb::arg("tell"),
+           R"(Attend to windows and contexts of a layer, and write ``out``.
+
+``cache``: address of the first of so many ``blocks`` in HBM, ``block_stride`` bytes apart.
+``sliding_window``: of the keys in HBM; ``sinks [q_heads]``: logits of attention sinks. To ``tell``
+is to answer with the pages that were chosen, if any, and the edges of their lists.)")
+      .def_prop_ro("totals", &BoundPlan::totals, "Sums over the layers that have run.");
+}
+
+}  // namespace ssdkv::decode

@@ -1,0 +1,96 @@
+// What is the same in every layer of a step: its rows, where their blocks lie, and how they choose
+// pages. Views of memory that the caller keeps alive and unchanged, but for the work space.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "attention/problem.hpp"
+#include "attention/sparse.hpp"
+
+namespace ssdkv::decode {
+
+// Rows of queries over blocks, each of which stays at its place for the whole step: block i of a
+// layer is at base + place[i] * step. Blocks in HBM are numbered by `place`; those in DRAM are at
+// the addresses of their frames, a layer's part `base` bytes behind them.
+struct PlacedBlocks {
+  attention::Rows rows;
+  std::int64_t count;
+  const std::uint64_t* place;
+  const std::int64_t* position;  // of the first token of each, in its request
+};
+
+// Pages that summaries rank: the first `sinks`, then those of the largest weight.
+struct ScoredPages {
+  attention::PageRecord record;
+  std::int64_t code_bits;        // 0 where the record has no codes
+  const std::uint64_t* records;  // [blocks]: addresses in layer 0
+  std::int64_t layer_bytes;      // from a layer's records to those of the next one
+  std::int64_t sinks;
+  const std::int32_t* most;  // [rows]: for each KV head
+};
+
+// Pages that are the same whatever a query asks.
+struct ListedPages {
+  const std::int32_t* pages;
+  const std::int32_t* begin;  // [rows * kv_heads + 1]
+};
+
+// Rows of one query each that choose pages of their contexts, all of whose blocks have a frame.
+struct ChoosingRows {
+  std::int64_t count;
+  const std::int32_t* token;       // [rows]: their queries
+  const std::int64_t* position;    // [rows]: of these, in their requests
+  const std::int32_t* row_begin;   // [rows]: of their blocks
+  const std::int64_t* first_page;  // [rows + 1], columns as in attention/scoring.hpp
+  std::int64_t blocks;
+  const std::uint64_t* frame;  // [blocks]: addresses
+  // Blocks of one slot, which several rows may share, have one number; null: no slot is shared.
+  const std::int32_t* slot;
+  std::int64_t slots;
+  const ScoredPages* scored;  // either this
+  const ListedPages* listed;  // or this; the other is null
+};
+
+// Sums over the layers that have run.
+struct ChoiceTotals {
+  std::int64_t lists = 0;     // a row, layer and KV head has one
+  std::int64_t selected = 0;  // pages in them
+  std::int64_t context = 0;   // pages that there were to choose from
+  std::int64_t framed = 0;    // pages in them, those of several lists of a layer counted once
+  double missing = 0;         // softmax mass outside windows and lists, by estimate
+};
+
+// Grows with the largest layer; its content lasts for one of them.
+struct WorkSpace {
+  std::vector<float> maximum, denominator, accumulator;
+  std::vector<float> query, window_lse, logits, weights, window_mass, lse;
+  std::vector<std::uint64_t> records, base, address;
+  std::vector<std::int64_t> position;
+  std::vector<std::uint64_t> seen;  // a bit for each page of a slot and layer
+  attention::ChosenColumns chosen;
+};
+
+struct StepPlan {
+  attention::PageLayout hbm;   // of a block in HBM
+  attention::PageLayout slot;  // of a layer's part of a slot
+  std::int64_t header_bytes;   // of a slot, before its first layer
+  std::int64_t tokens;         // queries of the step
+  std::int64_t threads;
+  const PlacedBlocks* window;
+  // [layers]: contexts that are attended to whole.
+  std::vector<const PlacedBlocks*> streamed;
+  const ChoosingRows* choosing;       // null: nobody chooses
+  std::vector<std::uint8_t> chooses;  // [layers]: whether they do in this layer
+  ChoiceTotals totals;
+  WorkSpace work;
+
+  // Bytes of a slot before a layer's pages.
+  std::int64_t layer_offset(std::int64_t layer) const {
+    return header_bytes +
+           layer * slot.kv_heads * (slot.block_tokens / slot.page_tokens) * slot.page_stride;
+  }
+};
+
+}  // namespace ssdkv::decode
