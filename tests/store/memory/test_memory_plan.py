@@ -105,6 +105,18 @@ def test_what_contexts_can_use_goes_to_choosing_and_the_rest_to_frames() -> None
     assert plan.frames * BOUNDS.slot_bytes > (1 << 30) - (20 << 20)
 
 
+@pytest.mark.parametrize("layers", [3, 32])
+def test_codes_of_all_contexts_fit_a_fifth_of_their_kv(layers: int) -> None:
+    """Beside staging: 2 bits, 2 heads of 64, 16 bit, blocks of 128."""
+    kv = SlotGeometry("paged", layers, 2, 8, 4096)
+    geometry = with_summaries(kv, 16, channels=False, scaled_from=2, record="codes_2")
+    contexts = 4000
+    dram_bytes, staging = contexts * kv.kv_pages * kv.page_bytes // 5, 1 << 26
+    choice = SparseMemory(16, 100_000, contexts=contexts)
+    plan = MemoryPlan(geometry, dram_bytes + staging, staging, choice=choice)
+    assert plan.summary_rows == contexts
+
+
 def test_where_nobody_can_choose_nothing_is_spent_on_it() -> None:
     given_bytes, staging = 1 << 26, 1 << 20
     choice = SparseMemory(16, 100_000, contexts=0)
@@ -114,10 +126,10 @@ def test_where_nobody_can_choose_nothing_is_spent_on_it() -> None:
     assert spent <= choice.least_places(BOUNDS) * BOUNDS.page_bytes + (1 << 17)
 
 
-@pytest.mark.parametrize(("channels", "times"), [(False, 5.25), (True, 1.37)])
+@pytest.mark.parametrize(("channels", "times"), [(False, 6.3), (True, 1.37)])
 def test_memory_that_is_scarce_is_divided_by_need(channels: bool, times: float) -> None:
     """Contexts so many times larger than DRAM are chosen from: bounds take a 16th of their KV, and
-    a third of DRAM; channels half of their KV, and more of DRAM, as they outweigh a choice."""
+    two fifths of DRAM; channels half of their KV, and more of DRAM, as they outweigh a choice."""
     given_bytes = 1 << 28
     geometry = with_summaries(KV, 16, channels=channels)
     plan = MemoryPlan(geometry, given_bytes, 0, choice=SparseMemory(16, 1_000_000))

@@ -74,9 +74,10 @@ MIN_TAILS: Final = 4
 TAIL_SHARE: Final = 1 / 16
 """Of staging, for tails that are made for tables in DRAM, and so much again for images of tails."""
 
-SUMMARY_SHARE: Final = 1 / 3
+SUMMARY_SHARE: Final = 2 / 5
 """Of the DRAM that there is to divide, summaries may take so much, or more where that is their part
-of what a context needs: a request without summaries reads its whole context for every token."""
+of what a context needs: a request without summaries reads its whole context for every token. By
+this, codes of 2 bits of all contexts fit DRAM for a fifth of their KV."""
 
 CACHE_SHARE: Final = 4 / 5
 """Of what is left then, so much is for single pages, the rest for more frames. What a step chooses
