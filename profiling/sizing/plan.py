@@ -19,7 +19,7 @@ from vllm_ssdkv.profiling.table import Cell, Table
 
 SCHEMA: Final = 1
 """Version of the JSON; a field that changes its meaning makes a new one."""
-SELECTORS: Final = ("exact", "bounds", "sparf")
+SELECTORS: Final = ("exact", "bounds", "codes", "sparf")
 """Selectors of mode page whose reads can be forecast."""
 ALIKE: Final = 0.98
 """Speeds of which one is so much of the other count as alike."""

@@ -138,7 +138,7 @@ def test_what_is_wrong_is_the_last_line(machine: str, arguments: list[str], told
 def test_options_that_are_no_choice(machine: str) -> None:
     result = run("llama-3.1-8b", "--machine", machine, "--selectors", "all")
     assert result.exit_code == 2
-    assert "any of exact, bounds, sparf" in " ".join(result.output.replace("│", " ").split())
+    assert "any of exact, bounds, codes, sparf" in " ".join(result.output.replace("│", " ").split())
 
 
 def rows(**other: Any) -> list[dict[str, Any]]:  # noqa: ANN401

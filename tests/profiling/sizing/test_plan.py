@@ -15,6 +15,7 @@ from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.base.sizes import GIB
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.profiling.simulation.model_shape import ModelShape, find_model
+from vllm_ssdkv.profiling.sizing.costs import MEASURED_MISSES
 from vllm_ssdkv.profiling.sizing.forecast import BoundError, Choice, Sizing, busiest
 from vllm_ssdkv.profiling.sizing.machine import (
     MachineFile,
@@ -23,7 +24,7 @@ from vllm_ssdkv.profiling.sizing.machine import (
     machine_of,
     read_machine,
 )
-from vllm_ssdkv.profiling.sizing.plan import Plan, Wish, curves, make_plan, parts
+from vllm_ssdkv.profiling.sizing.plan import SELECTORS, Plan, Wish, curves, make_plan, parts
 from vllm_ssdkv.profiling.sizing.serve import serve_command, transfer_config
 from vllm_ssdkv.profiling.sizing.workload import Workload
 
@@ -44,7 +45,7 @@ def sizing(prompt: float = 16384, *, at_a_time: int = 4, **other: float) -> Sizi
 
 
 WAYS = st.sampled_from(
-    [Choice("reuse"), Choice("page"), Choice("page", "bounds"), Choice("page", "sparf")]
+    [Choice("reuse"), Choice("page"), *(Choice("page", name) for name in SELECTORS[1:])]
 )
 
 
@@ -79,6 +80,22 @@ def test_a_drive_is_busy_for_no_more_than_it_can() -> None:
         assert found.tokens_per_s <= found.decode_tokens_per_s
 
 
+def test_codes_take_little_of_dram_and_drives() -> None:
+    """In blocks of 16 a 12th of the KV in 16 bit, where channels take half and a sum of V; and as
+    much less of the slots on the drives."""
+    given = sizing(65536)
+    found = {
+        name: given.forecast(Choice("page", name, batch=2)) for name in ("exact", "codes", "sparf")
+    }
+    kv = 2 * given.workload.longest * LLAMA.kv_bytes_per_token()
+    held = {name: one.dram.get("summaries", 0.0) / kv for name, one in found.items()}
+    assert held["codes"] == pytest.approx(1 / 12.2, rel=0.02)
+    assert held["sparf"] > 6 * held["codes"]
+    stored = {name: one.tier_bytes["drives"] for name, one in found.items()}
+    assert 1 < stored["codes"] / stored["exact"] < 1.1 < stored["sparf"] / stored["exact"]
+    assert set(MEASURED_MISSES) == set(SELECTORS[1:])
+
+
 def test_what_is_found_is_not_computed_nor_written() -> None:
     none, most = (sizing(found=part).forecast(Choice("reuse", batch=2)) for part in (0.0, 0.9))
     assert none.ttft_s == most.ttft_s
@@ -106,7 +123,7 @@ def test_the_plan_is_exact_unless_the_wish_needs_more() -> None:
     assert exact.best.choice == Choice("page", batch=exact.best.choice.batch)
     assert [one.startswith("reuse: HBM for KV") for one in exact.refused] == [True]
     wish = Wish(tokens_per_s=2 * exact.best.tokens_per_s)
-    assert make_plan(long, wish).best.choice.selector in ("bounds", "sparf")
+    assert make_plan(long, wish).best.choice.selector in SELECTORS[1:]
     assert make_plan(sizing(), Wish()).best.choice.mode == "reuse"
 
 
