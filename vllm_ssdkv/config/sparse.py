@@ -382,10 +382,10 @@ class SparseConfig(ScoringConfig):
         Reason(
             "null: those of the contexts of as many requests of `--max-model-len` as can run at a "
             "time, by `--max-num-seqs` and by the room in HBM for their windows, but at most two "
-            "fifths of what `io.staging` leaves of dram_gib, or more for channels, which are larger "
-            "(docs/sizing.md). A request that cannot choose reads its whole context for every "
-            "token. While fewer or shorter contexts run, the rest is for whole blocks, too; what "
-            "is given is for summaries only."
+            "fifths of what `io.staging` leaves of dram_gib, or more for channels, which are "
+            "larger (docs/sizing.md). A request that cannot choose reads its whole context for "
+            "every token. While fewer or shorter contexts run, the rest is for whole blocks, too; "
+            "what is given is for summaries only."
         ),
         _CHOOSES,
     ] = None
