@@ -486,7 +486,8 @@ class ScoredPages:
     Choice of the pages of the largest weight.
 
     ``records [B]``: addresses of the blocks' records in layer 0, ``layer_bytes`` before those of the
-    next one. The first ``sinks`` pages are chosen, then the others, ``most [R]`` for each KV head.
+    next one. The first ``sinks`` pages are chosen, then the others, ``most [R]`` for each KV head; with
+    a mass that is ``wanted`` fewer, but ``least [R]``, where these and the window cover it.
     """
 
     def __init__(
@@ -496,7 +497,9 @@ class ScoredPages:
         records: NDArray[numpy.uint64],
         layer_bytes: int,
         sinks: int,
+        least: NDArray[numpy.int32],
         most: NDArray[numpy.int32],
+        wanted: float,
     ) -> None: ...
 
 class ListedPages:
@@ -546,6 +549,10 @@ class ChoiceTotals:
         """Pages in the lists; those of several lists of a layer count once."""
 
     @property
+    def unmet(self) -> int:
+        """Lists without the mass that was wanted."""
+
+    @property
     def missing(self) -> float:
         """Softmax mass outside windows and lists, by estimate."""
 
@@ -554,7 +561,8 @@ class StepPlan:
     Attention of a step whose contexts lie in memory.
 
     Made once per step, then run once per layer, in any order, by one thread at a time. ``streamed``
-    and ``chooses`` have an entry for each layer: the contexts that are attended to whole, and whether the rows that choose do so.
+    and ``chooses`` have an entry for each layer: the contexts that are attended to whole, and whether
+    the rows that choose do so.
     """
 
     def __init__(
@@ -588,7 +596,7 @@ class StepPlan:
 
         ``cache``: address of the first of so many ``blocks`` in HBM, ``block_stride`` bytes apart.
         ``sliding_window``: of the keys in HBM; ``sinks [q_heads]``: logits of attention sinks. To ``tell``
-        is to answer with the pages that were chosen, and the edges of their lists.
+        is to answer with the pages that were chosen, if any, and the edges of their lists.
         """
 
     @property

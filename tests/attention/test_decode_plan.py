@@ -23,6 +23,7 @@ from vllm_ssdkv.sparse.prefetch import SelectionHistory
 CPU = torch.device("cpu")
 NATIVE = counter_key("context_steps_native")
 STEPS, VOCABULARY = 3, 128
+SELECTORS = ("exact", "window", "bounds", "spread", "codes", "adaptive")
 REMEMBER = SelectionHistory.remember
 
 
@@ -40,6 +41,9 @@ class Case:
     window: int
     selector: str
     budget: float
+    mass: float
+    floor: float
+    """Of the budget."""
     sinks: int
     dense_layers: int
     exact: tuple[bool, ...]
@@ -66,6 +70,8 @@ class Case:
     def options(self) -> SSDKVConfig:
         sparse = {
             "budget": self.budget,
+            "mass": self.mass,
+            "floor": self.floor * self.budget,
             "exact_below": 0,
             "sink_tokens": self.sinks,
             "dense_layers": self.dense_layers,
@@ -96,7 +102,9 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.sampled_from((16, 32))),
         prompts,
         draw(st.sampled_from((32, 64))),
-        draw(st.sampled_from(("exact", "window", "bounds", "spread", "codes"))),
+        draw(st.sampled_from(SELECTORS)),
+        draw(st.floats(0.05, 1.0)),
+        draw(st.sampled_from((0.5, 0.9, 1.0))),
         draw(st.floats(0.05, 1.0)),
         draw(st.sampled_from((0, 16, 40))),
         draw(st.integers(0, layers - 1)),

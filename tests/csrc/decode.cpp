@@ -104,7 +104,14 @@ Step::Step(Random& random)
            static_cast<int64_t>(frame.size()),
            frame.data(),
            block_position.data()};
-  scored = {attention::PageRecord::kBounds, 0, records.data(), record_bytes, 1, most.data()};
+  scored = {attention::PageRecord::kBounds,
+            0,
+            records.data(),
+            record_bytes,
+            1,
+            most.data(),
+            most.data(),
+            0};
   choosing = {rows,        token.data(), position.data(), begin.data(), first_page.data(),
               whole.count, frame.data(), slot_of.data(),  slots,        &scored,
               nullptr};

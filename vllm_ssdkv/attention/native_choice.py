@@ -8,6 +8,8 @@ import torch
 
 from vllm_ssdkv import _kernels
 from vllm_ssdkv.sparse.protocol import ContextSummaries, Selector, page_budget
+from vllm_ssdkv.sparse.scores import Scorer
+from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
 from vllm_ssdkv.sparse.selectors.codes import CodesSelector
 from vllm_ssdkv.sparse.selectors.page_logits import PageLogitsSelector
@@ -15,7 +17,7 @@ from vllm_ssdkv.sparse.selectors.spread import SpreadSelector
 from vllm_ssdkv.sparse.selectors.window import WindowSelector
 from vllm_ssdkv.store.read.selected_context import SelectedContexts
 
-_RECORDS: Final[dict[type[Selector], _kernels.PageRecord]] = {
+_RECORDS: Final[dict[type, _kernels.PageRecord]] = {
     BoundsSelector: _kernels.PageRecord.BOUNDS,
     SpreadSelector: _kernels.PageRecord.SPREAD,
     CodesSelector: _kernels.PageRecord.CODES,
@@ -26,9 +28,15 @@ _RECORDS: Final[dict[type[Selector], _kernels.PageRecord]] = {
 def is_native(selector: Selector) -> bool:
     """Check whether native code chooses as this selector does, and whether the attention to its
     pages needs nothing more."""
-    if isinstance(selector, SpreadSelector) and selector.estimate_rest:
-        return False
-    return type(selector) in _RECORDS or type(selector) is WindowSelector
+    if type(selector) is AdaptiveSelector:
+        return _is_scorer(selector.scorer)
+    return _is_scorer(selector) or type(selector) is WindowSelector
+
+
+def _is_scorer(one: Selector | Scorer) -> bool:
+    """Check whether native code scores pages so, and whether the scores tell nothing more than
+    pages."""
+    return type(one) in _RECORDS and not (isinstance(one, SpreadSelector) and one.estimate_rest)
 
 
 def native_choice(
@@ -42,14 +50,21 @@ def native_choice(
         held: The contexts.
         query: Of the rows, in any layer.
     """
-    if not isinstance(selector, PageLogitsSelector):
+    if not isinstance(selector, PageLogitsSelector | AdaptiveSelector):
         same = selector.select(query, context, 1.0)  # which does not look at the query
         return _kernels.ListedPages(same.pages, same.begin)
+    most = page_budget(selector.budget, context)
+    scorer: object = selector
+    least, wanted = most, 0.0
+    if isinstance(selector, AdaptiveSelector):
+        scorer, least, wanted = selector.scorer, selector.least(context), selector.p
     return _kernels.ScoredPages(
-        _RECORDS[type(selector)],
+        _RECORDS[type(scorer)],
         selector.needs.codes,
         held.page_records(0),
         held.record_bytes,
         -(-selector.sink_tokens // context.layout.page_tokens),
-        page_budget(selector.budget, context),
+        least,
+        most,
+        wanted,
     )

@@ -273,6 +273,7 @@ class SparseDecode:
         counts.tokens += totals.selected * self._layout.page_tokens
         counts.context += totals.context
         counts.missing += totals.missing
+        counts.short += totals.unmet
         self.contexts.fetched.frame += totals.framed
 
     # ---- one layer ----

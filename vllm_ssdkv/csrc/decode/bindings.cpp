@@ -61,22 +61,27 @@ struct BoundBlocks : PlacedBlocks {
 struct BoundScoredPages : ScoredPages {
   BoundScoredPages(PageRecord kind, std::int64_t bits, const Vector<std::uint64_t>& addresses,
                    std::int64_t bytes_of_layer, std::int64_t first,
-                   const Vector<std::int32_t>& limit)
-      : ScoredPages{kind, bits, addresses.data(), bytes_of_layer, first, limit.data()},
+                   const Vector<std::int32_t>& fewest, const Vector<std::int32_t>& limit,
+                   double mass)
+      : ScoredPages{kind,  bits,          addresses.data(), bytes_of_layer,
+                    first, fewest.data(), limit.data(),     mass},
         blocks(extent(addresses.shape(0))),
         rows(extent(limit.shape(0))),
         records_(addresses),
+        least_(fewest),
         most_(limit) {
     if (kind == PageRecord::kCodes) attention::check_bits(bits);
     require((kind == PageRecord::kCodes) == (bits != 0), "only codes have bits");
     require(layer_bytes >= 0 && sinks >= 0, "layer_bytes or sinks out of range");
+    require(wanted >= 0 && wanted <= 1, "a mass is between 0 and 1");
+    check_size(fewest, rows, "least and most differ in length");
   }
 
   std::int64_t blocks, rows;
 
  private:
   Vector<std::uint64_t> records_;
-  Vector<std::int32_t> most_;
+  Vector<std::int32_t> least_, most_;
 };
 
 struct BoundListedPages : ListedPages {
@@ -285,11 +290,14 @@ void bind_decode(nb::module_& module) {
                                R"(Choice of the pages of the largest weight.
 
 ``records [B]``: addresses of the blocks' records in layer 0, ``layer_bytes`` before those of the
-next one. The first ``sinks`` pages are chosen, then the others, ``most [R]`` for each KV head.)")
+next one. The first ``sinks`` pages are chosen, then the others, ``most [R]`` for each KV head; with
+a mass that is ``wanted`` fewer, but ``least [R]``, where these and the window cover it.)")
       .def(nb::init<PageRecord, std::int64_t, const Vector<std::uint64_t>&, std::int64_t,
-                    std::int64_t, const Vector<std::int32_t>&>(),
+                    std::int64_t, const Vector<std::int32_t>&, const Vector<std::int32_t>&,
+                    double>(),
            nb::arg("record"), nb::arg("code_bits"), nb::arg("records").noconvert(),
-           nb::arg("layer_bytes"), nb::arg("sinks"), nb::arg("most").noconvert());
+           nb::arg("layer_bytes"), nb::arg("sinks"), nb::arg("least").noconvert(),
+           nb::arg("most").noconvert(), nb::arg("wanted"));
   nb::class_<BoundListedPages>(module, "ListedPages",
                                R"(Choice of the same pages in every layer.
 
@@ -312,6 +320,7 @@ frame; ``slot [B]``: number of its slot, from 0; empty: no two blocks have the s
       .def_ro("context", &ChoiceTotals::context, "Pages that there were to choose from.")
       .def_ro("framed", &ChoiceTotals::framed,
               "Pages in the lists; those of several lists of a layer count once.")
+      .def_ro("unmet", &ChoiceTotals::unmet, "Lists without the mass that was wanted.")
       .def_ro("missing", &ChoiceTotals::missing,
               "Softmax mass outside windows and lists, by estimate.");
   nb::class_<BoundPlan>(module, "StepPlan", R"(Attention of a step whose contexts lie in memory.

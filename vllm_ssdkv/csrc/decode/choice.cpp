@@ -64,13 +64,15 @@ ChosenPages choose(StepPlan& plan, std::int64_t layer, const attention::Vectors&
                                        sized(work.lse, rows.count * heads)};
   attention::weigh_columns(weighting, rows.count, plan.threads);
 
-  const attention::ColumnChoice choice{kv_heads,          scored.sinks,      1.0,
-                                       scored.most,       scored.most,       rows.first_page,
-                                       weighting.weights, weighting.weights, weighting.window_mass};
+  const attention::ColumnChoice choice{
+      kv_heads,          scored.sinks,      scored.wanted > 0 ? scored.wanted : 1.0,
+      scored.least,      scored.most,       rows.first_page,
+      weighting.weights, weighting.weights, weighting.window_mass};
   work.chosen = attention::choose_columns(choice, rows.count, plan.threads);
   double missing = 0;
   for (const float mass : work.chosen.mass) {
     if (mass < 1.0F) missing += 1.0 - static_cast<double>(mass);
+    plan.totals.unmet += mass < static_cast<float>(scored.wanted);
   }
   plan.totals.missing += missing;
   return {static_cast<std::int64_t>(work.chosen.columns.size()), work.chosen.columns.data(),

@@ -28,7 +28,11 @@ struct ScoredPages {
   const std::uint64_t* records;  // [blocks]: addresses in layer 0
   std::int64_t layer_bytes;      // from a layer's records to those of the next one
   std::int64_t sinks;
-  const std::int32_t* most;  // [rows]: for each KV head
+  const std::int32_t* least;  // [rows]: for each KV head
+  const std::int32_t* most;   // [rows]: likewise
+  // Mass that window and pages are to cover, with no more than `most` of them and no fewer than
+  // `least`; 0: there are `most`.
+  double wanted;
 };
 
 // Pages that are the same whatever a query asks.
@@ -59,6 +63,7 @@ struct ChoiceTotals {
   std::int64_t selected = 0;  // pages in them
   std::int64_t context = 0;   // pages that there were to choose from
   std::int64_t framed = 0;    // pages in them, those of several lists of a layer counted once
+  std::int64_t unmet = 0;     // lists that have not the mass that was wanted
   double missing = 0;         // softmax mass outside windows and lists, by estimate
 };
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_ssdkv.sparse.protocol import Budget, ContextSummaries, Selection, page_budget
 from vllm_ssdkv.sparse.scores import Scorer, ScoringKernels
@@ -70,6 +71,12 @@ class AdaptiveSelector:
             parts.kernels(),
         )
 
+    def least(self, context: ContextSummaries) -> NDArray[np.int32]:
+        """Pages that each row chooses at least for each KV head, as far as the cap allows, int32
+        [R]."""
+        pages = context.context_tokens * self.floor // context.layout.page_tokens
+        return pages.astype(np.int32)
+
     def select(
         self,
         query: torch.Tensor,
@@ -80,7 +87,6 @@ class AdaptiveSelector:
         """Sinks, then pages by score; ``mass`` says how far they got."""
         scores = self.scorer.score(query, context, scale, window_lse)
         most = page_budget(self.budget, context)
-        pages = context.context_tokens * self.floor // context.layout.page_tokens
         sinks = -(-self.sink_tokens // context.layout.page_tokens)
-        chosen = self.kernels.choose(scores, pages.astype(np.int32), most, sinks, self.p)
+        chosen = self.kernels.choose(scores, self.least(context), most, sinks, self.p)
         return replace(self.scorer.complete(chosen, scores, context), wanted=self.p)
