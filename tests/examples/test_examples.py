@@ -1,4 +1,8 @@
-"""Every example as a user runs it: real engines, KV in the default directory or on named ones."""
+"""Every example as a user runs it: real engines, KV in the default directory or on named ones.
+
+Shell scripts are run as they stand, and compile what vLLM compiles. Of Python programs the process
+is forked from one that has imported vLLM.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.forks import Program
 from tests.kit.server import server
 from tests.kit.waiting import until
 from vllm_ssdkv.config.engine import SSDKVConfig
@@ -59,6 +64,15 @@ def run(command: list[str], variables: dict[str, str], cwd: Path) -> str:
     return ended.stdout
 
 
+def printed(command: list[str], variables: dict[str, str], cwd: Path) -> str:
+    """Output of a program of Python that must succeed."""
+    log = cwd / "program.log"
+    status = Program(command, variables, cwd, log).wait(RUN_S)
+    text = log.read_text()
+    assert status == 0, text[-8000:]
+    return text
+
+
 def metric(url: str, pattern: str) -> float:
     """Sum of the metrics whose line matches."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
@@ -76,7 +90,12 @@ def serve_command() -> list[str]:
     """The first one of the examples' page, with its command substitution carried out."""
     first = commands(EXAMPLES / "README.md")[0]
     assert first[2] == "$(ssdkv demo-model)"
-    return [*first[:2], str(recall.MODEL_DIR), *first[3:]]
+    return [
+        str(Path(sys.executable).parent / first[0]),
+        first[1],
+        str(recall.MODEL_DIR),
+        *first[3:],
+    ]
 
 
 CONNECTOR = "--kv-transfer-config."
@@ -117,13 +136,13 @@ def test_offline(
     tmp_path: Path,
     tmp_devices: Callable[[int], list[Path]],
 ) -> None:
-    command = [sys.executable, str(EXAMPLES / "offline.py")]
+    command = [str(EXAMPLES / "offline.py")]
     if mode == "page":
         command.append("--page")
         for device in tmp_devices(2):
             command += ["--device", str(device)]
     # What is found after a restart, the next test sees, and in page mode the demo's.
-    found = [match.groups() for match in OUTPUT.finditer(run(command, variables, tmp_path))]
+    found = [match.groups() for match in OUTPUT.finditer(printed(command, variables, tmp_path))]
     assert [(tokens, int(stored)) for tokens, stored, _ in found] == [("4096", 0)] * 4
     for (_, _, text), task in zip(found, recall.TASKS, strict=True):
         assert text.strip().startswith(recall.text(recall.ask(task, 4096, 0).answer))
@@ -151,7 +170,8 @@ def test_serve_and_client(variables: dict[str, str], tmp_path: Path) -> None:
     question = recall.ask("multikey", 4096, 0)
     # A first hit is verified: its last block is computed.
     for number, expected in enumerate((0, FOUND - BLOCK)):
-        with server(command, variables, tmp_path, tmp_path / f"serve{number}.log") as running:
+        log = tmp_path / f"serve{number}.log"
+        with server(command, variables, tmp_path, log, Program) as running:
             client = [
                 sys.executable,
                 str(EXAMPLES / "serve_client.py"),
