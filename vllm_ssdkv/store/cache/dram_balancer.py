@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.store.cache.frame_lease import FrameLease
-from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache, FrameState
+from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache, FrameState, count_distinct
 from vllm_ssdkv.store.cache.selected_pages import SelectedPageCache
 from vllm_ssdkv.store.cache.summaries import SummaryTable
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
@@ -257,7 +257,7 @@ def _common(slots: NDArray[np.int64], others: Contexts) -> int:
 
 def _distinct(contexts: Contexts, rows: Collection[int]) -> int:
     """Blocks of these rows, each once: rows share them."""
-    return len(np.unique(np.concatenate([contexts[row] for row in rows])))
+    return count_distinct(np.concatenate([contexts[row] for row in rows]))
 
 
 def _less(needed: int) -> int:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache
+from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache, count_distinct
 from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
 from vllm_ssdkv.store.io.async_verifier import AsyncVerifier
 from vllm_ssdkv.store.io.buffer_pool import BufferPool
@@ -151,7 +151,8 @@ class _Walk:
             return whole
         first, count = frames.start, frames.stop - frames.start
         begin, end = (np.clip(edge - first, 0, count) for edge in (whole.begin, whole.end))
-        distinct = count if self.frames == len(whole.frame) else len(np.unique(whole.frame[frames]))
+        once = self.frames == len(whole.frame)
+        distinct = count if once else count_distinct(whole.frame[frames])
         return Part(
             whole.frame[frames],
             whole.index[frames],
@@ -297,7 +298,7 @@ class ContextStream:
         blocks = _Chunk.of(slots[away], index[away], row[away])
         every = np.arange(len(blocks.slots))
         frames = self._borrowed[resident]
-        distinct = len(np.unique(frames)) if self._rows > 1 else len(resident)
+        distinct = count_distinct(frames) if self._rows > 1 else len(resident)
         whole = Part(
             self._frames.address(frames),
             index[resident],
