@@ -51,7 +51,8 @@ class Saves:
 
     def drop(self) -> None:
         """Let go of what a step that failed has copied."""
-        self._store.abandon(self._layers.drop())
+        if len(dropped := self._layers.drop()):
+            self._store.abandon(dropped)
 
     def begin(self, save: CopyToDram, *, has_inputs: bool) -> None:
         """Reserve frames for the blocks that a step will fill, as far as there are any.

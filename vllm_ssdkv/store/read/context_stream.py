@@ -76,6 +76,8 @@ class _Chunk:
         cls, slots: NDArray[np.int64], index: NDArray[np.int64], row: NDArray[np.int32]
     ) -> _Chunk:
         """Blocks, [m], of which some may be the same slot."""
+        if not len(slots):  # as in most steps: DRAM has all
+            return cls(slots, slots, index, row)
         distinct, first, which = np.unique(slots, return_index=True, return_inverse=True)
         order = np.argsort(first)
         place = np.empty(len(order), dtype=np.int64)
