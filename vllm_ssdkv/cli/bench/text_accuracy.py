@@ -188,14 +188,13 @@ def _text_table(rows: Sequence[Row]) -> Table:
     exact = {
         q["name"]: q["loss"] for row in rows if row["selector"] == "exact" for q in row["requests"]
     }
-    table = _begun([*exact, "KL", "loss", "same", "mass", "estimate"])
+    table = _begun(["KL", "loss", "same", "mass", "estimate"])
     for row in rows:
         asked = row["requests"]
         dense = row["selector"] == "exact"
         lost = [q["loss"] - (0 if dense else exact[q["name"]]) for q in asked]
         table.add_row(
             *_first_cells(row),
-            *(f"{q['kl']:.4f}" for q in asked),
             f"{_mean(q['kl'] for q in asked):.4f}",
             f"{_mean(lost):.3f}" if dense else f"{_mean(lost):+.3f}",
             f"{_mean(q['same'] for q in asked):.1%}",
