@@ -1,5 +1,6 @@
 """Fixtures that every kind of test may use."""
 
+import gc
 import logging
 import os
 import tempfile
@@ -42,6 +43,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 SOAK_ROUNDS = os.environ.get("SSDKV_SOAK_ROUNDS")
+
+
+def pytest_collection_finish() -> None:
+    """Have the garbage collector leave alone what is imported by now: millions of objects, over
+    which each collection of a test would take a second."""
+    gc.collect()
+    gc.freeze()
+
 
 # How long an example takes says more about the machine than about the code. `make test` draws the
 # same examples every time, so that what it says of a commit depends on the commit; `make soak`

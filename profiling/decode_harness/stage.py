@@ -327,8 +327,8 @@ class Stage:
                 self._rows.run(name, work, about)
 
     def _tidy(self) -> None:
-        gc.collect()
-        if self._device.type == "cuda":
+        if self._device.type == "cuda":  # of whose memory the next group may want all
+            gc.collect()
             torch.cuda.empty_cache()
 
 

@@ -28,7 +28,7 @@ from tests.e2e.models import make_llama, prompts
 from tests.e2e.workload import SMALL_DRAM, kv_tokens, page_mode
 
 ZYGOTE = Path(__file__).with_name("zygote.py")
-ROUNDS = 20
+ROUNDS = 10
 LONGEST_RUN_S = 2.0
 DEADLINE_S = 180.0
 """For any single event; a start takes seconds, the first import of vLLM half a minute."""

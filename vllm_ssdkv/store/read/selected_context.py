@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
-from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache
+from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache, count_distinct
 from vllm_ssdkv.store.cache.selected_pages import Pages
 from vllm_ssdkv.store.cache.summaries import NO_ROW, SummaryTable
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
@@ -206,9 +206,9 @@ class SelectedContexts:
 
     def shared_slots(self) -> NDArray[np.int32]:
         """Number of each block's slot, from 0, [B]; empty: no two blocks have the same."""
-        distinct, which = np.unique(self.slots, return_inverse=True)
-        shared = len(distinct) < len(which)
-        return which.astype(np.int32) if shared else np.zeros(0, dtype=np.int32)
+        if count_distinct(self.slots) == len(self.slots):
+            return np.zeros(0, dtype=np.int32)
+        return np.unique(self.slots, return_inverse=True)[1].astype(np.int32)
 
     def settle_reads(self) -> None:
         """Take in pages that were read ahead for this step, which fetches none."""
