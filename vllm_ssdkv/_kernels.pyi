@@ -458,7 +458,7 @@ def best_by_ranks(
     """Pages with the lowest sum of their ranks by score and by count."""
 
 class PageRecord(enum.Enum):
-    """What is kept of the K of pages."""
+    """Summary of a page's K."""
 
     BOUNDS = 0
     """Minimum and maximum of each channel."""

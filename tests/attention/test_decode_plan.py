@@ -43,7 +43,7 @@ class Case:
     budget: float
     mass: float
     floor: float
-    """Of the budget."""
+    """Share of the budget."""
     sinks: int
     dense_layers: int
     exact: tuple[bool, ...]

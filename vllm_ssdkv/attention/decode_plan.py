@@ -18,7 +18,7 @@ from vllm_ssdkv import _kernels
 from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.kernels.dense import CpuKernels, select_kernels
 from vllm_ssdkv.kernels.native import vectors
-from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, Rows, block_stride
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, block_stride
 from vllm_ssdkv.kernels.step_clock import AttentionClock, StepClock
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.read.context_stream import ContextStream, Part
@@ -148,13 +148,7 @@ def _streamed(
     for part in parts:
         if id(part) in known:
             continue
-        rows = Rows.build(
-            batch.query_begin,
-            batch.query_count,
-            batch.first_position,
-            part.begin[batch.stream_row],
-            part.end[batch.stream_row],
-        )
+        rows = batch.rows_over(part.begin, part.end)
         position = part.index * layout.block_tokens
         known[id(part)] = _kernels.PlacedBlocks(rows.bound, part.frame, position)
     return [known[id(part)] for part in parts]

@@ -73,16 +73,21 @@ class RowBatch:
             known, rows, position = latest
             if known.row_begin is piece.row_begin and known.row_end is piece.row_end:
                 return rows, position
-        rows = Rows.build(
-            self.query_begin,
-            self.query_count,
-            self.first_position,
-            piece.row_begin[self.stream_row],
-            piece.row_end[self.stream_row],
-        )
+        rows = self.rows_over(piece.row_begin, piece.row_end)
         position = piece.index * block_tokens
         self._latest[device] = (piece, rows, position)
         return rows, position
+
+    def rows_over(self, begin: NDArray[np.int32], end: NDArray[np.int32]) -> Rows:
+        """The rows over blocks of their contexts, where row r of the stream has those from
+        ``begin[r]`` up to ``end[r]``."""
+        return Rows.build(
+            self.query_begin,
+            self.query_count,
+            self.first_position,
+            begin[self.stream_row],
+            end[self.stream_row],
+        )
 
     def hbm_slots(self, block_tokens: int) -> NDArray[np.int64]:
         """Place of each query token in HBM, [T]: its block's id times the tokens of a block, and

@@ -32,8 +32,7 @@ SPARSE_METRICS: Final[tuple[Metric, ...]] = (
         "bytes",
         "The same in bytes of whole pages, those by which they were chosen included: `token` pages "
         "were chosen, `channel` pages hold a channel that they were chosen by, `summary` pages are "
-        "read when a request's decode begins. Channels in memory count as `dram` or "
-        "`hbm`, scales of int8 ones as `dram`.",
+        "read when a request's decode begins. Channels in memory count as `dram`.",
         Label("pages", ("token", "channel", "summary")),
         Label("tier", ("hbm", "dram", "page_cache", "ssd")),
     ),

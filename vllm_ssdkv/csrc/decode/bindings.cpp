@@ -274,7 +274,7 @@ class BoundPlan {
 }  // namespace
 
 void bind_decode(nb::module_& module) {
-  nb::enum_<PageRecord>(module, "PageRecord", "What is kept of the K of pages.")
+  nb::enum_<PageRecord>(module, "PageRecord", "Summary of a page's K.")
       .value("BOUNDS", PageRecord::kBounds, "Minimum and maximum of each channel.")
       .value("SPREAD", PageRecord::kSpread, "Mean and variance of each channel.")
       .value("CODES", PageRecord::kCodes, "Each key in a few bits a channel.");

@@ -27,7 +27,7 @@ from vllm_ssdkv.store.memory.summary_rows import ROW_ALIGN, channel_bytes, row_b
 NO_ROW = -1
 
 _ONE: Final = np.int32(1)
-"""Of the counts' own type: with another one ``ufunc.at`` takes eighty times as long."""
+"""A number of the counts' own type: with another one ``ufunc.at`` takes eighty times as long."""
 
 _FEW: Final = 16
 """Rows that are looked for one by one, as each block of a decoding request is: partitioning takes
