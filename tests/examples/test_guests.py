@@ -135,10 +135,9 @@ assert servable(config)[-1] == "passages"
 asked = RequestOptions.of({{"selector": "passages"}}, config).applied(config)
 assert asked.selector == "passages" and asked.scorer == "codes" and asked.choice != config.choice
 """
-    path = os.pathsep.join([str(GUESTS), os.environ.get("PYTHONPATH", "")])
     ended = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": str(GUESTS)},
         capture_output=True,
         text=True,
         timeout=120,

@@ -203,8 +203,8 @@ def test_a_process_that_hangs_is_ended(
     way: vllm_forks.Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_forks, "run_cell", print_forever)
-    # A process that starts anew looks for this file's module where its parent would.
-    monkeypatch.syspath_prepend(Path(__file__).parents[3])
+    # A process that starts anew finds this file's module, behind the package that is installed.
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[3])])
     error = vllm_forks._start(way, STOCK, "cpu", PLACE, tmp_path, tmp_path / "result.jsonl", 3)
     assert error == "it did not end in 3 s; the log tells where its threads were"
 

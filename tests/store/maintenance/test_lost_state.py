@@ -243,7 +243,7 @@ def test_a_device_that_hangs_delays_once(make: Make, monkeypatch: pytest.MonkeyP
     from vllm_ssdkv.store.devices import manifest_copies
 
     store = make()
-    counters, never = Counters(), threading.Event()
+    counters, never, ended = Counters(), threading.Event(), threading.Event()
     write = manifest_copies.write_copy
     stuck: list[Path] = []
 
@@ -252,6 +252,8 @@ def test_a_device_that_hangs_delays_once(make: Make, monkeypatch: pytest.MonkeyP
             stuck.append(place)
             never.wait()
         write(place, manifest)
+        if place == store.devices[1]:
+            ended.set()
 
     monkeypatch.setattr(manifest_copies, "write_copy", hanging)
     manifest = Manifest.load(store.state)
@@ -264,6 +266,7 @@ def test_a_device_that_hangs_delays_once(make: Make, monkeypatch: pytest.MonkeyP
     assert counters.total("manifest_copy_errors") == 1
     assert (store.devices[2] / COPY).read_bytes() == (store.state / NAME).read_bytes()
     never.set()
+    assert ended.wait(30)  # what it writes must not meet the removal of its folder
 
 
 # ---- what must not be found by a header ----
