@@ -46,7 +46,7 @@ def recorded() -> Recorded:
     model = AutoModelForCausalLM.from_pretrained(
         MODEL, dtype=torch.bfloat16, attn_implementation="ssdkv_record"
     )
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     ids = AutoTokenizer.from_pretrained(MODEL)(text)["input_ids"][:TOKENS]
     with torch.no_grad():
         model(torch.tensor([ids]))
