@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from vllm_ssdkv.base.sizes import GIB, MIB
 from vllm_ssdkv.config.engine import WINDOW, SSDKVConfig
-from vllm_ssdkv.connector.names import CONNECTOR
+from vllm_ssdkv.connector import names
 from vllm_ssdkv.profiling.sizing.forecast import CHUNK, Forecast, Sizing
 
 LEAST_CPU_KV: Final = 64 * MIB
@@ -32,11 +32,7 @@ def extra_config(sizing: Sizing, best: Forecast) -> dict[str, Any]:
 
 def transfer_config(sizing: Sizing, best: Forecast) -> dict[str, Any]:
     """Value of ``--kv-transfer-config``. Raises ConfigError: see :func:`extra_config`."""
-    return {
-        "kv_connector": CONNECTOR,
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": extra_config(sizing, best),
-    }
+    return names.transfer_config(extra_config(sizing, best))
 
 
 def serve_command(sizing: Sizing, best: Forecast, model: str) -> str:

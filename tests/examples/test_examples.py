@@ -14,14 +14,16 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.kit.forks import Program
-from tests.kit.server import server
+from tests.kit.server import server, started
 from tests.kit.waiting import until
+from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.profiling.recall import recall
 from vllm_ssdkv.store.format.journal_record import HEADER_BYTES, RECORD_BYTES
@@ -75,24 +77,12 @@ def metric(url: str, pattern: str) -> float:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The `vllm serve` commands of a page, in order, as the shell would split them."""
+    """The commands of a page that serve, in order, as the shell would split them."""
     text = page.read_text().replace("\\\n", " ")
-    return [shlex.split(line) for line in text.splitlines() if line.startswith("vllm serve")]
+    lines = [line for line in text.splitlines() if re.match(r"(vllm|ssdkv) serve", line)]
+    return [shlex.split(line) for line in lines]
 
 
-def serve_command() -> list[str]:
-    """The first one of the examples' page, with its command substitution carried out."""
-    first = commands(EXAMPLES / "README.md")[0]
-    assert first[2] == "$(ssdkv demo-model)"
-    return [
-        str(Path(sys.executable).parent / first[0]),
-        first[1],
-        str(recall.MODEL_DIR),
-        *first[3:],
-    ]
-
-
-CONNECTOR = "--kv-transfer-config."
 PAGES = [
     EXAMPLES / "README.md",
     EXAMPLES.parent / "docs" / "quickstart.md",
@@ -101,23 +91,24 @@ PAGES = [
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
-def test_the_commands_on_the_pages_name_valid_options(page: Path) -> None:
-    from vllm.engine.arg_utils import EngineArgs
+def test_the_commands_on_the_pages_are_valid(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own parser takes them, and our check of options."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    monkeypatch.setattr("os.execv", lambda *_: None)
     found = commands(page)
     assert found
-    known = {field.name for field in fields(EngineArgs)}
-    for command in found:
-        given = dict(zip(command[3::2], command[4::2], strict=True))
-        assert given.pop(f"{CONNECTOR}kv_connector") == "SSDKVConnector"
-        assert given.pop(f"{CONNECTOR}kv_role") == "kv_both"
-        prefix = f"{CONNECTOR}kv_connector_extra_config."
-        theirs = [name for name in given if not name.startswith(prefix)]
-        assert {name.removeprefix("--").replace("-", "_") for name in theirs} <= known
-        ours = {name.removeprefix(prefix): given[name] for name in given if name not in theirs}
-        SSDKVConfig.from_extra_config(
-            {name: json.loads(v) if v[0] in "[{" else v for name, v in ours.items()}
-        )
+    for program, *words in found:
+        if program == "ssdkv":
+            result = CliRunner().invoke(app, words)
+            assert result.exit_code == 0, result.stderr
+            words = shlex.split(result.stdout)[1:]  # noqa: PLW2901
+        given = make_arg_parser(FlexibleArgumentParser()).parse_args(words[1:])
+        validate_parsed_serve_args(given)
+        config = given.kv_transfer_config
+        assert (config.kv_connector, config.kv_role) == ("SSDKVConnector", "kv_both")
+        SSDKVConfig.from_extra_config(config.kv_connector_extra_config)
 
 
 OUTPUT = re.compile(r"(\d+) tokens, (\d+) from the store, first token after \S+ s: (.*)")
@@ -159,15 +150,21 @@ def test_a_pool_of_nodes(variables: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_serve_and_client(variables: dict[str, str], tmp_path: Path) -> None:
-    """Two options and no other: reuse mode, default directory, found again after a restart."""
-    command = serve_command()
-    options = [part for part in command if part.startswith("--")]
-    assert len(options) == 2
+    """No option: reuse mode, default directory; found again by the command that was printed."""
+    binaries = Path(sys.executable).parent
+    assert commands(EXAMPLES / "README.md")[0] == ["ssdkv", "serve", "$(ssdkv demo-model)"]
+    command = [str(binaries / "ssdkv"), "serve", str(recall.MODEL_DIR), "--"]
+    start: Callable[..., Any] = started
     question = recall.ask("multikey", 4096, 0)
     # A first hit is verified: its last block is computed.
     for number, expected in enumerate((0, FOUND - BLOCK)):
         log = tmp_path / f"serve{number}.log"
-        with server(command, variables, tmp_path, log, Program) as running:
+        with server(command, variables, tmp_path, log, start) as running:
+            if number == 0:
+                process = Path(f"/proc/{running.session}/cmdline").read_bytes().split(b"\0")
+                assert str(binaries / "vllm").encode() in process, "it became another program"
+                _, *words = shlex.split(log.read_text().splitlines()[0])
+                command, start = [str(binaries / "vllm"), *words], Program
             client = [
                 sys.executable,
                 str(EXAMPLES / "serve_client.py"),

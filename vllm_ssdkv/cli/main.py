@@ -28,6 +28,7 @@ from vllm_ssdkv.cli.plan.plan import plan
 from vllm_ssdkv.cli.pool import pool
 from vllm_ssdkv.cli.profile.profile import profile
 from vllm_ssdkv.cli.reproduce.reproduce import reproduce
+from vllm_ssdkv.cli.serve import serve
 from vllm_ssdkv.cli.store.fsck import fsck
 from vllm_ssdkv.cli.store.quota import quota
 from vllm_ssdkv.cli.store.resume import resume
@@ -43,6 +44,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(demo_model)
+app.command()(serve)
 app.command()(doctor)
 app.command()(plan)
 app.command()(profile)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 CONNECTOR = "SSDKVConnector"
 BATCH_PLUGIN = "ssdkv_batch"
 """Adds the Batch API to `vllm serve`, which loads it only where ``VLLM_PLUGINS`` names it."""
@@ -11,3 +14,12 @@ RECOMPUTE = "recompute"
 """vLLM's policy for loads that failed. A cache never ends a request: it is computed."""
 CPU_BACKEND = "vllm_ssdkv.connector.attention_backend.SSDKVCPUBackend"
 CUDA_BACKEND = "vllm_ssdkv.connector.attention_backend.SSDKVBackend"
+
+
+def transfer_config(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Value of ``--kv-transfer-config`` for an engine with these options of ours."""
+    return {
+        "kv_connector": CONNECTOR,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": dict(options),
+    }
