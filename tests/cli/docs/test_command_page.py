@@ -62,7 +62,7 @@ def test_everything_that_prints_results_prints_json() -> None:
     }
     assert without == {
         *("ssdkv batch show", "ssdkv batch cancel", "ssdkv config schema"),
-        *("ssdkv demo-model", "ssdkv node run"),
+        *("ssdkv demo-model", "ssdkv node run", "ssdkv serve"),
         *("ssdkv dashboard render", "ssdkv docs write", "ssdkv docs check"),
     }
 
