@@ -511,12 +511,24 @@ class ListedPages:
 
     def __init__(self, pages: NDArray[numpy.int32], begin: NDArray[numpy.int32]) -> None: ...
 
+class ChoosingGroup:
+    """
+    Some of the rows that choose, all of them alike.
+
+    ``contexts``: of these; ``rows [r]``: their numbers among all that choose, ascending.
+    """
+
+    def __init__(
+        self, contexts: Contexts, rows: NDArray[numpy.int32], choice: ScoredPages | ListedPages
+    ) -> None: ...
+
 class ChoosingRows:
     """
     Rows of one query each that choose pages of their contexts.
 
     ``token`` and ``position [R]`` are those of the queries; ``frame [B]``: address of each block's
-    frame; ``slot [B]``: number of its slot, from 0; empty: no two blocks have the same.
+    frame; ``slot [B]``: number of its slot, from 0; empty: no two blocks have the same. Each row is in
+    one of the ``groups``.
     """
 
     def __init__(
@@ -526,7 +538,7 @@ class ChoosingRows:
         position: NDArray[numpy.int64],
         frame: NDArray[numpy.uint64],
         slot: NDArray[numpy.int32],
-        choice: ScoredPages | ListedPages,
+        groups: Sequence[ChoosingGroup],
     ) -> None: ...
 
 class ChoiceTotals:

@@ -24,6 +24,12 @@ CPU = torch.device("cpu")
 NATIVE = counter_key("context_steps_native")
 STEPS, VOCABULARY = 3, 128
 SELECTORS = ("exact", "window", "bounds", "spread", "codes", "adaptive")
+ASKED = st.one_of(
+    st.none(),
+    st.builds(RequestOptions, selector=st.sampled_from(("exact", "window", "adaptive"))),
+    st.builds(RequestOptions, budget=st.sampled_from((0.1, 0.6))),
+)
+"""Of a request, by an engine whose selector scores pages."""
 REMEMBER = SelectionHistory.remember
 
 
@@ -46,8 +52,8 @@ class Case:
     """Share of the budget."""
     sinks: int
     dense_layers: int
-    exact: tuple[bool, ...]
-    """Requests that attend to everything beside those that choose."""
+    asked: tuple[RequestOptions | None, ...]
+    """Of each request."""
 
     def model(self) -> torch.nn.Module:
         heads = self.kv_heads * self.group
@@ -91,8 +97,10 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    prompts = tuple(draw(st.lists(st.integers(1, 400), min_size=1, max_size=3)))
+    prompts = tuple(draw(st.lists(st.integers(1, 400), min_size=1, max_size=4)))
     layers = draw(st.integers(1, 3))
+    selector = draw(st.sampled_from(SELECTORS))
+    asked = st.none() if selector in ("exact", "window") else ASKED
     return Case(
         layers,
         draw(st.integers(1, 3)),
@@ -102,13 +110,13 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.sampled_from((16, 32))),
         prompts,
         draw(st.sampled_from((32, 64))),
-        draw(st.sampled_from(SELECTORS)),
+        selector,
         draw(st.floats(0.05, 1.0)),
         draw(st.sampled_from((0.5, 0.9, 1.0))),
         draw(st.floats(0.05, 1.0)),
         draw(st.sampled_from((0, 16, 40))),
         draw(st.integers(0, layers - 1)),
-        tuple(draw(st.lists(st.booleans(), min_size=len(prompts), max_size=len(prompts)))),
+        tuple(draw(asked) for _ in prompts),
     )
 
 
@@ -142,8 +150,8 @@ def run(case: Case, model: torch.nn.Module) -> Run:
         for name, length in zip(names, case.prompts, strict=True):
             ids = torch.randint(0, VOCABULARY, (length,), generator=random).tolist()
             last.append(decoder.prefill(name, ids))
-        for name, exact in zip(names, case.exact, strict=True):
-            decoder.ask(name, RequestOptions(selector="exact") if exact else None)
+        for name, asked in zip(names, case.asked, strict=True):
+            decoder.ask(name, asked)
         logits = [torch.stack(last)]
         for _ in range(STEPS):
             logits.append(decoder.step(names, logits[-1].argmax(-1)))

@@ -25,6 +25,24 @@ std::vector<float> numbers(Random& random, int64_t count) {
   return made;
 }
 
+// Some of the rows that choose.
+struct Group {
+  std::vector<int32_t> row, begin, most;
+  std::vector<int64_t> first_page{0};
+  decode::ScoredPages scored{};
+
+  decode::ChoosingGroup bound(const decode::ScoredPages& of_all) {
+    scored = of_all;
+    scored.least = scored.most = most.data();
+    return {static_cast<int64_t>(row.size()),
+            row.data(),
+            begin.data(),
+            first_page.data(),
+            &scored,
+            nullptr};
+  }
+};
+
 // Rows of a token each in fp32, whose contexts lie in slots that rows share.
 struct Step {
   int64_t rows, kv_heads, query_heads, size, page_tokens, groups, slots, blocks_each;
@@ -38,6 +56,7 @@ struct Step {
   decode::PlacedBlocks window{}, whole{}, none{};
   decode::ChoosingRows choosing{};
   decode::ScoredPages scored{};
+  Group alike[2];
 
   explicit Step(Random& random);
   void run(bool chooses, int64_t threads);
@@ -92,6 +111,11 @@ Step::Step(Random& random)
     newest.push_back(blocks_each * block_tokens);
     position.push_back(blocks_each * block_tokens);
     most.push_back(static_cast<int32_t>(blocks_each * groups));
+    Group& group = alike[row % 2];
+    group.row.push_back(static_cast<int32_t>(row));
+    group.begin.push_back(begin.back());
+    group.most.push_back(most.back());
+    group.first_page.push_back(group.first_page.back() + blocks_each * groups);
   }
   cache = numbers(random, rows * kv_heads * groups * payload / 4);
   query = numbers(random, rows * query_heads * size);
@@ -113,8 +137,7 @@ Step::Step(Random& random)
             most.data(),
             0};
   choosing = {rows,        token.data(), position.data(), begin.data(), first_page.data(),
-              whole.count, frame.data(), slot_of.data(),  slots,        &scored,
-              nullptr};
+              whole.count, frame.data(), slot_of.data(),  slots,        {}};
 }
 
 void Step::run(bool chooses, int64_t threads) {
@@ -127,6 +150,11 @@ void Step::run(bool chooses, int64_t threads) {
   plan.window = &window;
   plan.streamed.assign(kLayers, chooses ? &none : &whole);
   plan.choosing = chooses ? &choosing : nullptr;
+  // Rows of even and of odd numbers, which choose alike all the same.
+  choosing.groups.clear();
+  for (Group& group : alike) {
+    if (!group.row.empty()) choosing.groups.push_back(group.bound(scored));
+  }
   plan.chooses.assign(kLayers, chooses ? 1 : 0);
   plan.totals = {};
   const int64_t stride = query_heads * size * 4;

@@ -117,8 +117,14 @@ void select_and_attend(Random& random, int64_t most_blocks, int64_t threads) {
   const attention::PageLayout& l = r.layout;
   const int64_t group = r.query_heads / l.kv_heads;
   const int64_t pages_of_block = l.block_tokens / l.page_tokens;
-  attention::summarize_blocks({l, r.base.data(), r.bounds_base.data(), r.spread_base.data(),
-                               r.channel_base.data(), r.sum_base.data()},
+  attention::summarize_blocks({l,
+                               r.base.data(),
+                               r.bounds_base.data(),
+                               r.spread_base.data(),
+                               r.channel_base.data(),
+                               r.sum_base.data(),
+                               nullptr,
+                               {}},
                               static_cast<int64_t>(r.base.size()), threads);
 
   std::vector<float> bounds(at(r.first_page.back() * r.query_heads));
@@ -131,7 +137,8 @@ void select_and_attend(Random& random, int64_t most_blocks, int64_t threads) {
                                  r.begin.data(),
                                  r.bounds_base.data(),
                                  r.first_page.data(),
-                                 bounds.data()};
+                                 bounds.data(),
+                                 {}};
   attention::score_pages(scoring, r.rows, threads);
   scoring.kind = attention::PageRecord::kSpread;
   scoring.records = r.spread_base.data();

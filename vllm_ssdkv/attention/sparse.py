@@ -221,13 +221,12 @@ class SparseDecode:
 
     @property
     def runs_natively(self) -> bool:
-        """Check whether native code does all of it: all rows choose alike, by their own queries, as
-        it knows how to; all pages lie in frames, where they are attended to; and nobody has to see
-        the state of attention before the end of a layer."""
+        """Check whether native code does all of it: rows choose by their own queries, as it knows
+        how to; all pages lie in frames, where they are attended to; and nobody has to see the state
+        of attention before the end of a layer."""
         if self._kept is not None or self._deviation is not None or self._offload is not None:
             return False
-        alike = len(self._selectors) == 1 and is_native(self._selectors[0])
-        return alike and self.contexts.read_in_place
+        return self.contexts.read_in_place and all(map(is_native, self._selectors))
 
     @property
     def layers(self) -> Collection[int]:
@@ -246,17 +245,25 @@ class SparseDecode:
         if not len(now.alive):
             return None
         contexts.settle_reads()
-        sizes, selector = self._sizes(now.alive, now.rows, batch), self._selectors[0]
-        summaries = ContextSummaries(
-            self._layout, sizes.row_begin, sizes.row_end, sizes.window_tokens, known_sizes=sizes
-        )
+        of_row = self._which[now.alive]
+        groups = []
+        for number, selector in enumerate(self._selectors):
+            which = np.flatnonzero(of_row == number)
+            if not len(which):
+                continue
+            sizes = self._sizes(now.alive[which], now.rows[which], batch)
+            summaries = ContextSummaries(
+                self._layout, sizes.row_begin, sizes.row_end, sizes.window_tokens, known_sizes=sizes
+            )
+            choice = native_choice(selector, summaries, contexts, now.of(query)[which])
+            groups.append(_kernels.ChoosingGroup(sizes.bound, which.astype(np.int32), choice))
         return _kernels.ChoosingRows(
-            sizes.bound,
+            self._sizes(now.alive, now.rows, batch).bound,
             now.token,
             now.position,
             contexts.frame_address,
             contexts.shared_slots(),
-            native_choice(selector, summaries, contexts, now.of(query)),
+            groups,
         )
 
     def remember(self, layer: int, pages: NDArray[np.int32], begin: NDArray[np.int32]) -> None:

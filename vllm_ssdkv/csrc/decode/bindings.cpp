@@ -104,10 +104,49 @@ struct BoundListedPages : ListedPages {
 using Choice =
     std::variant<std::shared_ptr<const BoundScoredPages>, std::shared_ptr<const BoundListedPages>>;
 
+struct BoundGroup : ChoosingGroup {
+  BoundGroup(std::shared_ptr<const Contexts> of, const Vector<std::int32_t>& numbers, Choice choice)
+      : ChoosingGroup{of->rows, numbers.data(), of->row_begin.data(), of->first_page.data(),
+                      nullptr,  nullptr},
+        contexts(std::move(of)),
+        choice_(std::move(choice)),
+        row_(numbers) {
+    check_size(numbers, count, "each row has a number");
+    std::visit([&](const auto& pages) { set_choice(*pages); }, choice_);
+  }
+
+  std::shared_ptr<const Contexts> contexts;
+  std::int64_t blocks = -1;  // that records are of, if any
+
+ private:
+  void set_choice(const BoundScoredPages& pages) {
+    require(pages.rows == count, "most must be [rows]");
+    blocks = pages.blocks;
+    scored = &pages;
+  }
+
+  void set_choice(const BoundListedPages& pages) {
+    const std::int64_t heads = contexts->shape.kv_heads;
+    require(pages.lists == count * heads, "begin must be [rows * kv_heads + 1]");
+    for (std::int64_t list = 0; list < pages.lists; ++list) {
+      const std::int64_t* const first = first_page + list / heads;
+      for (std::int64_t i = pages.begin[list]; i < pages.begin[list + 1]; ++i) {
+        require(pages.pages[i] >= 0 && pages.pages[i] < first[1] - first[0],
+                "a page lies outside its row's context");
+      }
+    }
+    listed = &pages;
+  }
+
+  Choice choice_;
+  Vector<std::int32_t> row_;
+};
+
 struct BoundChoosingRows : ChoosingRows {
   BoundChoosingRows(std::shared_ptr<const Contexts> of, const Vector<std::int32_t>& tokens,
                     const Vector<std::int64_t>& positions, const Vector<std::uint64_t>& frames,
-                    const Vector<std::int32_t>& slots_of, Choice choice)
+                    const Vector<std::int32_t>& slots_of,
+                    std::vector<std::shared_ptr<const BoundGroup>> alike)
       : ChoosingRows{of->rows,
                      tokens.data(),
                      positions.data(),
@@ -117,10 +156,9 @@ struct BoundChoosingRows : ChoosingRows {
                      frames.data(),
                      nullptr,
                      0,
-                     nullptr,
-                     nullptr},
+                     {}},
         contexts(std::move(of)),
-        choice_(std::move(choice)),
+        groups_(std::move(alike)),
         token_(tokens),
         position_(positions),
         frame_(frames) {
@@ -132,7 +170,7 @@ struct BoundChoosingRows : ChoosingRows {
     }
     contexts->check_addresses(frames);
     if (slots_of.shape(0) > 0) set_slots(slots_of);
-    std::visit([&](const auto& pages) { set_choice(*pages); }, choice_);
+    set_groups();
   }
 
   std::shared_ptr<const Contexts> contexts;
@@ -149,26 +187,29 @@ struct BoundChoosingRows : ChoosingRows {
     }
   }
 
-  void set_choice(const BoundScoredPages& pages) {
-    require(pages.blocks == blocks && pages.rows == count,
-            "records must be [blocks] and most [rows]");
-    scored = &pages;
-  }
-
-  void set_choice(const BoundListedPages& pages) {
-    const std::int64_t heads = contexts->shape.kv_heads;
-    require(pages.lists == count * heads, "begin must be [rows * kv_heads + 1]");
-    for (std::int64_t list = 0; list < pages.lists; ++list) {
-      const std::int64_t row = list / heads, end = first_page[row + 1] - first_page[row];
-      for (std::int64_t i = pages.begin[list]; i < pages.begin[list + 1]; ++i) {
-        require(pages.pages[i] >= 0 && pages.pages[i] < end,
-                "a page lies outside its row's context");
+  void set_groups() {
+    std::vector<bool> known(static_cast<std::size_t>(count));
+    std::int64_t placed = 0;
+    for (const auto& group : groups_) {
+      require(group->contexts->shape.kv_heads == contexts->shape.kv_heads,
+              "groups differ in their blocks");
+      require(group->blocks < 0 || group->blocks == blocks, "records must be [blocks]");
+      for (std::int64_t i = 0; i < group->count; ++i, ++placed) {
+        const std::int32_t row = group->row[i];
+        require(row >= 0 && row < count && !known[static_cast<std::size_t>(row)],
+                "each row is in one group");
+        known[static_cast<std::size_t>(row)] = true;
+        require(group->row_begin[i] == row_begin[row] &&
+                    group->first_page[i + 1] - group->first_page[i] ==
+                        first_page[row + 1] - first_page[row],
+                "a group has other contexts than its rows");
       }
+      groups.push_back(*group);
     }
-    listed = &pages;
+    require(placed == count, "each row is in one group");
   }
 
-  Choice choice_;
+  std::vector<std::shared_ptr<const BoundGroup>> groups_;
   Vector<std::int32_t> token_;
   Vector<std::int64_t> position_;
   Vector<std::uint64_t> frame_;
@@ -304,16 +345,23 @@ a mass that is ``wanted`` fewer, but ``least [R]``, where these and the window c
 KV head h of row r has ``pages[begin[i]..begin[i + 1]]``, ``i = r * kv_heads + h``, ascending.)")
       .def(nb::init<const Vector<std::int32_t>&, const Vector<std::int32_t>&>(),
            nb::arg("pages").noconvert(), nb::arg("begin").noconvert());
+  nb::class_<BoundGroup>(module, "ChoosingGroup",
+                         R"(Some of the rows that choose, all of them alike.
+
+``contexts``: of these; ``rows [r]``: their numbers among all that choose, ascending.)")
+      .def(nb::init<std::shared_ptr<const Contexts>, const Vector<std::int32_t>&, Choice>(),
+           nb::arg("contexts"), nb::arg("rows").noconvert(), nb::arg("choice"));
   nb::class_<BoundChoosingRows>(module, "ChoosingRows",
                                 R"(Rows of one query each that choose pages of their contexts.
 
 ``token`` and ``position [R]`` are those of the queries; ``frame [B]``: address of each block's
-frame; ``slot [B]``: number of its slot, from 0; empty: no two blocks have the same.)")
+frame; ``slot [B]``: number of its slot, from 0; empty: no two blocks have the same. Each row is in
+one of the ``groups``.)")
       .def(nb::init<std::shared_ptr<const Contexts>, const Vector<std::int32_t>&,
                     const Vector<std::int64_t>&, const Vector<std::uint64_t>&,
-                    const Vector<std::int32_t>&, Choice>(),
+                    const Vector<std::int32_t>&, std::vector<std::shared_ptr<const BoundGroup>>>(),
            nb::arg("contexts"), nb::arg("token").noconvert(), nb::arg("position").noconvert(),
-           nb::arg("frame").noconvert(), nb::arg("slot").noconvert(), nb::arg("choice"));
+           nb::arg("frame").noconvert(), nb::arg("slot").noconvert(), nb::arg("groups"));
   nb::class_<ChoiceTotals>(module, "ChoiceTotals", "Sums over the layers that have run.")
       .def_ro("lists", &ChoiceTotals::lists, "Lists of pages.")
       .def_ro("selected", &ChoiceTotals::selected, "Pages in them.")

@@ -8,13 +8,6 @@
 
 namespace ssdkv::decode {
 
-// Pages of each row and KV head, numbered from the start of the row's context, ascending.
-struct ChosenPages {
-  std::int64_t count;
-  const std::int32_t* pages;
-  const std::int32_t* begin;  // [rows * kv_heads + 1]
-};
-
 // The pages that the plan's rows choose in a layer. `state` has seen their windows. What is
 // returned lies in the plan, until the next layer.
 ChosenPages choose(StepPlan& plan, std::int64_t layer, const attention::Vectors& query, float scale,

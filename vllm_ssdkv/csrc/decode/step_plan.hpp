@@ -41,20 +41,36 @@ struct ListedPages {
   const std::int32_t* begin;  // [rows * kv_heads + 1]
 };
 
+// Some of the rows that choose, all of them alike.
+struct ChoosingGroup {
+  std::int64_t count;
+  const std::int32_t* row;         // [count]: numbers of the rows, ascending
+  const std::int32_t* row_begin;   // [count]: of their blocks
+  const std::int64_t* first_page;  // [count + 1], columns as in attention/scoring.hpp
+  const ScoredPages* scored;       // either this
+  const ListedPages* listed;       // or this; the other is null
+};
+
 // Rows of one query each that choose pages of their contexts, all of whose blocks have a frame.
 struct ChoosingRows {
   std::int64_t count;
   const std::int32_t* token;       // [rows]: their queries
   const std::int64_t* position;    // [rows]: of these, in their requests
   const std::int32_t* row_begin;   // [rows]: of their blocks
-  const std::int64_t* first_page;  // [rows + 1], columns as in attention/scoring.hpp
+  const std::int64_t* first_page;  // [rows + 1], likewise
   std::int64_t blocks;
   const std::uint64_t* frame;  // [blocks]: addresses
   // Blocks of one slot, which several rows may share, have one number; null: no slot is shared.
   const std::int32_t* slot;
   std::int64_t slots;
-  const ScoredPages* scored;  // either this
-  const ListedPages* listed;  // or this; the other is null
+  std::vector<ChoosingGroup> groups;  // each row is in one
+};
+
+// Pages of each row and KV head, numbered from the start of the row's context, ascending.
+struct ChosenPages {
+  std::int64_t count;
+  const std::int32_t* pages;
+  const std::int32_t* begin;  // [rows * kv_heads + 1]
 };
 
 // Sums over the layers that have run.
@@ -67,14 +83,22 @@ struct ChoiceTotals {
   double missing = 0;         // softmax mass outside windows and lists, by estimate
 };
 
+// What a group of rows that choose by scores has chosen, and by which ones.
+struct GroupWork {
+  std::vector<float> weights, window_mass;
+  attention::ChosenColumns chosen;
+};
+
 // Grows with the largest layer; its content lasts for one of them.
 struct WorkSpace {
   std::vector<float> maximum, denominator, accumulator;
-  std::vector<float> query, window_lse, logits, weights, window_mass, lse;
+  std::vector<float> query, window_lse, logits, lse;
   std::vector<std::uint64_t> records, base, address;
   std::vector<std::int64_t> position;
   std::vector<std::uint64_t> seen;  // a bit for each page of a slot and layer
-  attention::ChosenColumns chosen;
+  std::vector<GroupWork> groups;
+  std::vector<std::int32_t> pages, begin;  // lists of all groups together
+  std::vector<float> mass;
 };
 
 struct StepPlan {
