@@ -36,7 +36,12 @@ def dashboards() -> dict[str, str]:
 def main() -> None:
     """Write into the directory that the command line names."""
     parser = argparse.ArgumentParser(description="Write the dashboards' JSON.")
-    parser.add_argument("directory", metavar="DIR", type=Path, help="Made if missing.")
+    parser.add_argument(
+        "directory",
+        metavar="DIR",
+        type=Path,
+        help="directory of the dashboards; created if missing",
+    )
     directory: Path = parser.parse_args().directory
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in dashboards().items():

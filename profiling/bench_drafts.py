@@ -90,10 +90,10 @@ def _table(rows: Sequence[Row]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dir", type=Path, required=True, help="where to make the stores")
+    parser.add_argument("--dir", type=Path, required=True, help="directory for the stores")
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3, 7])
-    parser.add_argument("--requests", type=int, default=1, help="decoded side by side")
+    parser.add_argument("--requests", type=int, default=1, help="number of concurrent requests")
     options = parser.parse_args(arguments)
     rows = measure(
         options.dir, options.contexts, options.drafts, options.requests, Console(stderr=True)

@@ -126,7 +126,7 @@ def measure_prefill(job: Job) -> Rows:
 def main() -> None:
     """Measure everything, print two tables, write JSON if asked."""
     parser = bench_parser(__doc__)
-    parser.add_argument("--model", default=str(MODEL), help="a model directory")
+    parser.add_argument("--model", default=str(MODEL), help="model directory")
     parser.add_argument("--dir", action="append", help="device directory (repeat for several)")
     arguments = parser.parse_args()
     for given in arguments.dir or ():

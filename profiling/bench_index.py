@@ -206,7 +206,7 @@ def main() -> None:
     """Measure, print a table, write JSON if asked."""
     parser = bench_parser(__doc__)
     parser.add_argument("--slots", type=int, default=SLOTS)
-    parser.add_argument("--dir", help="where the journal lies (default: a temporary directory)")
+    parser.add_argument("--dir", help="directory of the journal (default: a temporary directory)")
     parser.add_argument("--part", choices=sorted(PARTS), help=argparse.SUPPRESS)
     parser.add_argument("--journal", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -282,10 +282,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table, write JSON if asked."""
     parser = bench_parser(__doc__)
     parser.add_argument("--dir", action="append", type=Path, help="device (repeat for several)")
-    parser.add_argument("--block", action="append", type=parse_size, help="bytes, all layers")
+    parser.add_argument(
+        "--block", action="append", type=parse_size, help="bytes of a block, all layers"
+    )
     parser.add_argument("--hit", action="append", type=parse_size, help="bytes of a hit")
-    parser.add_argument("--bandwidth", help="bytes/s that each drive is slowed down to")
-    parser.add_argument("--latency", type=float, default=0.0001, help="seconds per request then")
+    parser.add_argument("--bandwidth", help="bandwidth to which each drive is slowed down, bytes/s")
+    parser.add_argument(
+        "--latency", type=float, default=0.0001, help="latency of a slowed drive in seconds"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args(arguments)
     drive = None

@@ -243,8 +243,8 @@ def measure_decode(job: Job) -> Rows:
 def main() -> None:
     """Measure, print a table, write JSON if asked."""
     parser = bench_parser(__doc__)
-    parser.add_argument("--model", default=str(MODEL), help="a model directory")
-    parser.add_argument("--dir", default=".", help="where a device directory is made")
+    parser.add_argument("--model", default=str(MODEL), help="model directory")
+    parser.add_argument("--dir", default=".", help="directory in which a device directory is made")
     arguments = parser.parse_args()
     rows: Rows = []
     for engine, options in ENGINES.items():

@@ -608,10 +608,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write JSON if asked."""
     parser = bench_parser(__doc__)
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="directory on an SSD")
-    parser.add_argument("--block", action="append", type=parse_size, help="bytes, all layers")
+    parser.add_argument(
+        "--block", action="append", type=parse_size, help="bytes of a block, all layers"
+    )
     parser.add_argument("--hit", action="append", type=parse_size, help="bytes of a hit")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--write", action="store_true", help="write the simulator's figures")
+    parser.add_argument(
+        "--write", action="store_true", help="write the numbers that the simulator reads"
+    )
     given = parser.parse_args(arguments)
     result = Result()
     with tempfile.TemporaryDirectory(prefix="ssdkv-bench-", dir=given.dir) as directory:

@@ -274,9 +274,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--bandwidth", type=int, default=20_000_000, help="bytes per second of a throttled drive"
     )
-    parser.add_argument("--dir", type=Path, help="where drives of the nodes are (default: /tmp)")
+    parser.add_argument("--dir", type=Path, help="directory of the nodes' drives (default: /tmp)")
     parser.add_argument(
-        "--write", action="store_true", help="write a call's cost where the simulator reads it"
+        "--write",
+        action="store_true",
+        help="write the cost of a call to the file that the simulator reads",
     )
     options = parser.parse_args(arguments)
     result = Result()

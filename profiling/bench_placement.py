@@ -234,13 +234,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("traces", type=Path)
-    parser.add_argument("--dir", type=Path, help="where the files lie (default: temporary)")
-    parser.add_argument("--drives", type=int, action="append", help="number (default: 4, 8)")
-    parser.add_argument("--batch", type=int, action="append", help="contexts (default: 1, 4)")
-    parser.add_argument("--bandwidth", type=parse_size, default="30MB", help="of each drive")
-    parser.add_argument("--steps", type=int, default=8, help="of each trace")
+    parser.add_argument("--dir", type=Path, help="directory of the files (default: temporary)")
+    parser.add_argument(
+        "--drives", type=int, action="append", help="number of drives (default: 4, 8)"
+    )
+    parser.add_argument(
+        "--batch", type=int, action="append", help="number of contexts (default: 1, 4)"
+    )
+    parser.add_argument(
+        "--bandwidth", type=parse_size, default="30MB", help="bandwidth of each drive, bytes/s"
+    )
+    parser.add_argument("--steps", type=int, default=8, help="steps of each trace")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     _, traces = read_traces(options.traces)
     with tempfile.TemporaryDirectory(dir=options.dir) as directory:

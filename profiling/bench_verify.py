@@ -131,8 +131,8 @@ def summary(seconds: dict[str, list[float]]) -> dict[str, object]:
 def main() -> None:
     """Measure, print a table, write JSON if asked."""
     parser = bench_parser(__doc__)
-    parser.add_argument("--model", default=str(MODEL), help="a model directory")
-    parser.add_argument("--dir", default=".", help="where a device directory is made")
+    parser.add_argument("--model", default=str(MODEL), help="model directory")
+    parser.add_argument("--dir", default=".", help="directory in which a device directory is made")
     parser.add_argument("--turns", type=int, default=TURNS, help="hits of each kind and length")
     arguments = parser.parse_args()
     rows: Rows = []

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -226,3 +227,82 @@ def test_docstrings_begin_with_a_noun_or_a_deed() -> None:
 def test_clauses_are_seen() -> None:
     source = '"""Which slot."""\ndef f():\n    """Slot."""\nclass A:\n    """What it is."""'
     assert clauses(ast.parse(source)) == ["Which slot.", "What it is."]
+
+
+FRAGMENTS = {
+    *("Of", "That", "With", "For", "By", "At", "From", "In", "On", "To", "Without"),
+    *("What", "Whose", "Where", "How", "Which", "Those", "Who", "When", "Why", "Whether"),
+}
+"""First words of a fragment: a text that leaves out the thing that it speaks of."""
+
+METRIC_CALLS = {"Metric": 3, "counter": 2, "gauge": 2}
+"""Calls that declare a metric, and the place of its text among their arguments."""
+
+
+def words_of(node: ast.expr) -> str:
+    """Text of a string, or of as much of it as is known before the program runs."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(words_of(part) for part in parts)
+        case ast.FormattedValue():
+            return "{}"
+    return ""
+
+
+def helps(tree: ast.Module) -> Iterator[str]:
+    """Texts of commands, flags, options and metrics that a module declares."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        yield from (words_of(k.value) for k in node.keywords if k.arg in {"help", "description"})
+        name = ast.unparse(node.func)
+        if name in METRIC_CALLS and len(node.args) > METRIC_CALLS[name]:
+            yield words_of(node.args[METRIC_CALLS[name]])
+        if name == "Reason":
+            yield from (words_of(argument) for argument in node.args)
+
+
+def constants(tree: ast.Module) -> Iterator[str]:
+    """Docstrings of constants, of a module or of a class."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef):
+            for first, second in itertools.pairwise(node.body):
+                if isinstance(first, ast.Assign | ast.AnnAssign) and isinstance(second, ast.Expr):
+                    yield words_of(second.value)
+
+
+def fragments(texts: Iterable[str]) -> list[str]:
+    """Texts that begin with a word of :data:`FRAGMENTS`, in either case of letter."""
+    return [text for text in texts if text and re.split(r"\W", text)[0].capitalize() in FRAGMENTS]
+
+
+@pytest.mark.parametrize("texts", [helps], ids=lambda texts: texts.__name__)
+def test_no_text_is_a_fragment(texts: Callable[[ast.Module], Iterable[str]]) -> None:
+    """Helps, texts of options and metrics, and constants name their thing first."""
+    found = {
+        file: bad
+        for file, tree in sources().items()
+        if not file.startswith("vllm_ssdkv/cli/plan/") and (bad := fragments(texts(tree)))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ('x = typer.Option(help="Of the run.")', ["Of the run."]),
+        ('p.add_argument("--x", help=f"where {x} lies")', ["where {} lies"]),
+        ('x: Annotated[int, Field(description="What to do."), Reason("By it.")]', 2),
+        ('counter("x", "y", "Those that " "failed.")', ["Those that failed."]),
+        ('gauge("x", "y", "Slots that are free.")', []),
+        ('A = 1\n"""In seconds."""', ["In seconds."]),
+        ('class X:\n    a: int\n    """How often."""\n    b: int', ["How often."]),
+        ('A = 1\n"""Seconds, on a busy machine."""', []),
+    ],
+)
+def test_fragments_are_seen(source: str, found: list[str] | int) -> None:
+    tree = ast.parse(source)
+    seen = fragments([*helps(tree), *constants(tree)])
+    assert (len(seen) if isinstance(found, int) else seen) == found

@@ -174,20 +174,22 @@ def possible_kinds(console: Console) -> list[Kind]:
 
 def run(
     kind: Annotated[
-        Kind | None, typer.Option(help="If not given: fuse and loop as root, else twin.")
+        Kind | None,
+        typer.Option(help="Kind of emulated SSD; default: fuse and loop as root, else twin."),
     ] = None,
-    devices: Annotated[int, typer.Option(min=2, max=64, help="How many.")] = 8,
+    devices: Annotated[int, typer.Option(min=2, max=64, help="Number of devices.")] = 8,
     repeats: Annotated[
-        int | None, typer.Option(min=1, max=100, help="Runs; medians count.")
+        int | None, typer.Option(min=1, max=100, help="Number of runs; medians count.")
     ] = None,
     dilation: Annotated[
-        float, typer.Option(min=1, help="So many times slower than a PCIe 4 drive.")
+        float, typer.Option(min=1, help="Factor by which a device is slower than a PCIe 4 drive.")
     ] = GEN4.dilation,
     only: Annotated[
-        str, typer.Option(help="Of scaling, requests, sparse, slowing; all if not given.")
+        str,
+        typer.Option(help="Scenarios to run: scaling, requests, sparse, slowing; default: all."),
     ] = ",".join(sorted(SCENARIOS)),
-    json_file: Annotated[Path | None, typer.Option("--json", help="File for the figures.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="One short run of each.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="File for the results.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Make one short run of each.")] = False,
 ) -> None:
     """Make emulated SSDs, show with fio that they are what they should be, and measure.
 

@@ -98,13 +98,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--out", metavar="DIR", type=Path, default=Path("build/gpu"), help="folder for results"
     )
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, small sizes")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="rehearse on the CPU, with small sizes"
+    )
     parser.add_argument(
         "--stages",
         metavar="LIST",
-        help="only these, with commas between them, and only cases without a good result in DIR",
+        help="stages to run, separated by commas, and only cases without a good result in DIR",
     )
-    parser.add_argument("--seconds", type=float, help="limit of the whole run")
+    parser.add_argument("--seconds", type=float, help="time limit of the whole run in seconds")
     given = parser.parse_args(arguments)
     seconds = REHEARSAL_SECONDS if given.rehearse else SECONDS
     if given.seconds is not None:

@@ -110,9 +110,9 @@ def measure(run: Run, directory: Path | None, console: Console) -> list[Row]:
 def main() -> None:
     """Measure what is missing."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path, help="JSON lines; made or added to")
-    parser.add_argument("--dir", type=Path, help="where stores are made")
-    parser.add_argument("--most", type=int, default=len(RUNS), help="so many runs at most")
+    parser.add_argument("file", type=Path, help="file of JSON lines; created or appended to")
+    parser.add_argument("--dir", type=Path, help="directory for the stores")
+    parser.add_argument("--most", type=int, default=len(RUNS), help="maximum number of runs")
     arguments = parser.parse_args()
     console = Console(stderr=True)
     known = {line["name"] for line in read_runs(arguments.file)}

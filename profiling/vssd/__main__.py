@@ -15,7 +15,7 @@ from vllm_ssdkv.profiling.vssd.ssds import DEFAULT_FOLDER, Kind, Ssds
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
-_Folder = Annotated[Path, typer.Option(help="Where they are.")]
+_Folder = Annotated[Path, typer.Option(help="Directory of the virtual SSDs.")]
 
 
 def _size(text: str) -> int:
@@ -27,17 +27,25 @@ def _size(text: str) -> int:
 
 @app.command()
 def up(
-    devices: Annotated[int, typer.Argument(min=1, max=64, help="How many.")],
-    kind: Annotated[Kind, typer.Option(help="Virtual SSDs, or throttled RAM disks.")] = "fuse",
+    devices: Annotated[int, typer.Argument(min=1, max=64, help="Number of virtual SSDs.")],
+    kind: Annotated[
+        Kind, typer.Option(help="Kind: virtual SSDs, or throttled RAM disks.")
+    ] = "fuse",
     size: Annotated[str, typer.Option(help="Capacity of each; it may become used memory.")] = (
         "1GiB"
     ),
-    bandwidth: Annotated[float, typer.Option(min=1, help="MB/s of the real drive.")] = (
-        GEN4.bandwidth / 1e6
-    ),
-    latency: Annotated[float, typer.Option(min=0, help="Microseconds.")] = GEN4.latency_s * 1e6,
-    iops: Annotated[float, typer.Option(min=1, help="Requests per second.")] = GEN4.iops,
-    dilation: Annotated[float, typer.Option(min=1, help="So many times slower.")] = GEN4.dilation,
+    bandwidth: Annotated[
+        float, typer.Option(min=1, help="Bandwidth of the real drive in MB/s.")
+    ] = (GEN4.bandwidth / 1e6),
+    latency: Annotated[
+        float, typer.Option(min=0, help="Latency of the real drive in microseconds.")
+    ] = GEN4.latency_s * 1e6,
+    iops: Annotated[
+        float, typer.Option(min=1, help="Requests per second of the real drive.")
+    ] = GEN4.iops,
+    dilation: Annotated[
+        float, typer.Option(min=1, help="Factor by which each is slower than the real drive.")
+    ] = GEN4.dilation,
     folder: _Folder = DEFAULT_FOLDER,
 ) -> None:
     """Make DEVICES of them and print a directory on each. What was there before goes down.

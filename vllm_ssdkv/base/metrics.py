@@ -70,67 +70,68 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "load_seconds",
         "seconds",
-        "Time that loads took; while one reads from SSDs and copies from DRAM, it counts for both.",
+        "Time spent in loads. A load that reads from SSDs and copies from DRAM counts for both.",
         _TIER,
     ),
     counter(
         "hit_tokens_computed",
         "tokens",
-        "Prompt tokens that the store holds, computed because that was expected to be faster.",
+        "Prompt tokens that the store holds but that were recomputed, because that was expected "
+        "to be faster.",
     ),
     counter(
         "seconds_saved",
         "seconds",
-        "Estimated time to first token that requests were spared: by loading, what computing would "
-        "have taken longer; by computing, what loading would have.",
+        "Estimated time to first token saved, by `loading` (against recomputing) or by "
+        "`computing` (against loading).",
         Label("by", ("loading", "computing")),
     ),
     counter(
         "seconds_lost",
         "seconds",
-        "Time that loads took longer than computing was estimated to take.",
+        "Time by which loads exceeded the estimated time of computing.",
     ),
     counter(
         "verified_hits",
         "hits",
-        "Hits whose last block was computed although it is stored, and compared (verify_hits).",
+        "Hits whose stored last block was computed again and compared (verify_hits).",
         Label("result", ("same", "differs", "skipped")),
     ),
     gauge(
         "store_suspended",
         "state",
-        "1 after a verified hit differed from what was computed: nothing is found in the store "
+        "1 after a verified hit differed from the computed block: nothing is found in the store "
         "until `ssdkv resume`.",
     ),
     counter(
         "suspensions_not_saved",
         "suspensions",
-        "Suspensions that a later start will not know of: the manifest could not be saved.",
+        "Suspensions that a later start will miss, because the manifest could not be saved.",
     ),
     counter(
         "weights_changed",
         "changes",
-        "Changes of the weights in memory: what was stored before is found only with the weights "
-        "before.",
+        "Changes of the weights in memory. Blocks stored before are found only with the old "
+        "weights.",
     ),
     counter(
         "load_probes",
         "loads",
-        "Reads beside a request that was computed, to see whether the devices are faster now.",
+        "Reads beside a recomputed request that measure whether the devices are faster now.",
     ),
-    counter("load_failures", "loads", "Loads that did not bring all their data, on any rank."),
+    counter("load_failures", "loads", "Loads that did not return all their data, on any rank."),
     counter(
         "recomputed_requests",
         "requests",
-        "Requests computed again because their hit or their context could not be read.",
+        "Requests recomputed because their hit or their context could not be read.",
         _RECOMPUTE_CAUSE,
     ),
     counter(
         "stores_skipped",
         "blocks",
-        "Blocks not stored: the write buffer was full, no slot could be had, the admission filter "
-        "had not seen them often enough, a daily write budget was used up, writes are paused, or "
-        "the node did not answer.",
+        "Blocks not stored: the write buffer was full, no slot was free, the admission filter had "
+        "not seen them often enough, a daily write budget was used up, writes are paused, or the "
+        "node did not answer.",
         Label(
             "cause", ("write_buffer", "store_full", "admission", "budget", "writes_paused", "node")
         ),
@@ -139,20 +140,20 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "waits",
         "times",
-        "Times that a request began to wait before it could run, by reason (docs/operations.md has "
-        "the list).",
+        "Number of times that a request began to wait before it could run, by reason "
+        "(docs/operations.md lists them).",
         Label("reason", tuple(reason.label for reason in WaitReason)),
     ),
     counter(
         "slot_waits",
         "times",
-        "Times that a request could not start because too few slots can be had; it asks again "
-        "every step (page).",
+        "Number of times that a request could not start for lack of slots; it asks again every "
+        "step (page).",
     ),
     counter(
         "write_stalls",
         "times",
-        "Times that steps waited for room in the write buffer (page).",
+        "Number of times that steps waited for room in the write buffer (page).",
         combine="max",
     ),
     counter(
@@ -164,40 +165,50 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "step_copies",
         "steps",
-        "Steps that completed blocks, by how these were copied to DRAM: `layers`, each layer while "
-        "later ones computed; or all at the end, because the model computes on the `cpu`, a layer "
-        "of them is `small`, slots have sparse sections (`sparse`), layers have states "
-        "(`states`), some are stored as X (`inputs`), DRAM had no frame to spare (`frames`), or "
-        "vLLM told of no layer, as in a full CUDA graph (`untold`).",
+        "Steps that completed blocks, by how these were copied to DRAM. `layers`: each layer "
+        "while later ones computed. The others copied all at the end: the model computes on the "
+        "`cpu`, a layer is `small`, slots have sparse sections (`sparse`), layers have states "
+        "(`states`), some are stored as X (`inputs`), DRAM had no free frame (`frames`), or vLLM "
+        "reported no layer, as in a full CUDA graph (`untold`).",
         Label("way", ("layers", "cpu", "small", "sparse", "states", "inputs", "frames", "untold")),
         combine="max",
     ),
     counter(
         "layers_copied",
         "layers",
-        "Layers of those steps that went by layers: copied before the forward pass was over "
-        "(`beside`), or awaited or copied after it (`end`).",
+        "Layers of the steps in `layers`: copied before the forward pass was over (`beside`), or "
+        "awaited or copied after it (`end`).",
         Label("when", ("beside", "end")),
         combine="max",
     ),
     counter(
         "layer_copy_waits",
         "times",
-        "Times that a step waited since two layers of it were still to be copied.",
+        "Number of times that a step waited because two of its layers were still to be copied.",
         combine="max",
     ),
-    counter("layer_copy_wait_seconds", "seconds", "Time of these waits.", combine="max"),
+    counter(
+        "layer_copy_wait_seconds",
+        "seconds",
+        "Time of the waits in layer_copy_waits.",
+        combine="max",
+    ),
     gauge(
         "layers_waiting",
         "layers",
-        "Layers that waited to be copied, or were being copied, at most, at any time so far.",
+        "Maximum number of layers that waited to be copied, or were being copied, since the start.",
         combine="max",
     ),
-    counter("context_pages_streamed", "pages", "Pages of context brought in (page).", _TIER),
+    counter(
+        "context_pages_streamed",
+        "pages",
+        "Pages of context streamed to the accelerator (page).",
+        _TIER,
+    ),
     counter(
         "context_steps",
         "steps",
-        "Steps that brought in pages of context for exact attention, and those in which tokens "
+        "Steps that streamed pages of context for exact attention, and steps in which tokens "
         "chose pages; a step may be both (page).",
         Label("attention", ("exact", "sparse")),
         combine="max",
@@ -205,20 +216,21 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "context_steps_native",
         "steps",
-        "Steps whose layers took one native call each: all of their contexts lay in DRAM (page).",
+        "Steps whose layers took one native call each, because all of their contexts were in DRAM "
+        "(page).",
         combine="max",
     ),
     counter(
         "context_blocks_promoted",
         "blocks",
-        "Blocks that a running request read from the devices in every step, brought into DRAM when "
-        "there was room (page).",
+        "Blocks promoted to DRAM because a running request read them from the devices in every "
+        "step (page).",
     ),
     counter(
         "blocks_rewritten",
         "blocks",
-        "Stored blocks that were stored again after a hit, where they are read faster: a device "
-        "has become slow, or was added.",
+        "Stored blocks that were stored again after a hit for faster reads: a device has become "
+        "slow, or was added.",
     ),
     *SPARSE_METRICS,
     *OFFLOAD_METRICS,
@@ -236,9 +248,9 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "bytes_used",
         "bytes",
-        "Bytes of KV that were read, were right, and were used by a request, each once. bytes_read "
-        "is more: headers, padding, summaries, checks by the scrub, and what was read ahead in "
-        "vain. Their ratio is the read amplification.",
+        "Bytes of KV that were read, verified, and used by a request, each once. bytes_read is "
+        "larger by headers, padding, summaries, reads of the scrub, and prefetches in vain. Their "
+        "ratio is the read amplification.",
     ),
     counter("io_requests", "requests", "I/O requests that ended.", _DEVICE, _DIRECTION),
     Metric(
@@ -253,19 +265,23 @@ METRICS: Final[tuple[Metric, ...]] = (
         "io_queue_depth",
         "histogram",
         "requests",
-        "Requests that the device had, the new one included, when one was given to it.",
+        "Number of requests in the device when one was submitted, including it.",
         (_DEVICE,),
         buckets=DEPTH_BUCKETS,
     ),
     counter("bytes_trimmed", "bytes", "Bytes of dropped slots that were trimmed.", _DEVICE),
-    counter("trim_errors", "errors", "Times the device refused to be trimmed.", _DEVICE),
-    counter("wear_file_errors", "errors", "Times wear.json could not be read or written."),
+    counter(
+        "trim_errors", "errors", "Number of times that the device refused to be trimmed.", _DEVICE
+    ),
+    counter(
+        "wear_file_errors", "errors", "Number of times that wear.json could not be read or written."
+    ),
     counter("amx_refusals", "processes", "Workers to which Linux refused AMX tiles."),
     counter("io_errors", "requests", "I/O requests that failed.", _DEVICE, _IO_KIND),
     counter(
         "thread_errors",
         "errors",
-        "Errors that nothing foresaw, in threads that write and load: what was under way failed, "
+        "Unexpected errors in threads that write and load. The request in progress failed, and "
         "the thread goes on. The log has the first of each minute.",
         Label("thread", ("writer", "loader", "prober", "node", "tier")),
     ),
@@ -286,10 +302,14 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "mended_copies",
         "slots",
-        "Copies of slots that the scrub wrote anew from the other copy (replicas).",
+        "Copies of slots that the scrub rewrote from the other copy (replicas).",
     ),
     counter("scrub_bytes", "bytes", "Bytes read again by the scrub."),
-    counter("scrub_failures", "times", "Times the scrub ended for good because of an error."),
+    counter(
+        "scrub_failures",
+        "times",
+        "Number of times that the scrub ended for good because of an error.",
+    ),
     counter("scrub_bad_pages", "pages", "Pages that the scrub found bad."),
     counter(
         "header_mismatches", "slots", "Slots whose header names another block, model or version."
@@ -304,7 +324,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "journal_rebuilds",
         "journals",
-        "Journals that were lost or damaged at start, and made anew from the headers of slots.",
+        "Journals that were lost or damaged at start, and rebuilt from the headers of slots.",
     ),
     counter(
         "manifest_restores",
@@ -314,47 +334,51 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "manifest_copy_errors",
         "errors",
-        "Times that the copy of the manifest on a device could not be written.",
+        "Number of times that the copy of the manifest on a device could not be written.",
     ),
     counter(
         "state_files_restored",
         "files",
-        "Files of the store that somebody deleted, replaced or cut under a running engine, written "
-        "again.",
+        "Files of the store that were deleted, replaced or truncated under a running engine, and "
+        "written again.",
         _STATE_FILE,
     ),
     counter("journal_errors", "calls", "Calls on the journal that failed.", _JOURNAL_CALL),
-    counter("device_lost", "times", "Times that a rank took the device out of service.", _DEVICE),
+    counter(
+        "device_lost",
+        "times",
+        "Number of times that a rank took the device out of service.",
+        _DEVICE,
+    ),
     counter(
         "device_returned",
         "times",
-        "Times that a rank took the device into service again after it had been out.",
+        "Number of times that a rank took the device into service again.",
         _DEVICE,
     ),
     counter(
         "growth_errors",
         "times",
-        "Times that a store which grows as it fills found no room to grow.",
+        "Number of times that a store which grows as it fills found no room to grow.",
     ),
-    counter("manifest_errors", "errors", "Times the manifest could not be saved."),
+    counter("manifest_errors", "errors", "Number of times that the manifest could not be saved."),
     gauge(
         "slots",
         "slots",
-        "Blocks that the store has room for: not on devices that are lost, and with what it may "
-        "still grow by.",
+        "Blocks that fit into the store, without lost devices, and including future growth.",
     ),
     gauge("slots_ready", "slots", "Slots that can be found."),
     gauge(
         "slots_free",
         "slots",
-        "Blocks that it has room for besides: `1 - slots_free / slots` is in use.",
+        "Blocks that the store has free room for: `1 - slots_free / slots` is in use.",
     ),
-    gauge("slots_to_come", "slots", "Slots of `slots` that the store has yet to grow by."),
+    gauge("slots_to_come", "slots", "Part of `slots` that the store has yet to grow by."),
     gauge("slots_pinned", "slots", "Slots that may not be evicted now."),
     gauge(
         "slots_masked",
         "slots",
-        "Slots with durable blocks that are out of reach until a device is back.",
+        "Slots with durable blocks that cannot be read until a device is back.",
     ),
     gauge("dram_frames", "frames", "Frames of the DRAM tier, all ranks."),
     gauge("dram_frames_used", "frames", "Frames of the DRAM tier that hold data, all ranks."),
@@ -362,19 +386,21 @@ METRICS: Final[tuple[Metric, ...]] = (
     gauge(
         "page_cache_places",
         "pages",
-        "Single pages that DRAM has room for, all ranks (page, sparse).",
+        "Single pages that fit into DRAM, all ranks (page, sparse).",
     ),
     gauge("page_cache_pages", "pages", "Single pages that DRAM holds, all ranks."),
     gauge(
         "hot_pages_places",
         "pages",
-        "Single pages that the memory of the GPU has room for, all ranks (page, sparse).",
+        "Single pages that fit into the GPU's reserved memory, all ranks (page, sparse).",
     ),
-    gauge("hot_pages_held", "pages", "Single pages that the memory of the GPU holds, all ranks."),
+    gauge(
+        "hot_pages_held", "pages", "Single pages that the GPU's reserved memory holds, all ranks."
+    ),
     gauge(
         "summaries_places",
         "blocks",
-        "Blocks whose summaries DRAM has room for, all ranks (page, sparse).",
+        "Blocks whose summaries fit into DRAM, all ranks (page, sparse).",
     ),
     gauge("summaries_held", "blocks", "Blocks whose summaries DRAM holds, all ranks."),
     gauge("journal_bytes", "bytes", "Size of the journal."),
@@ -391,7 +417,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     gauge(
         "estimated_load_latency_seconds",
         "seconds",
-        "Measured time that a hit on the devices takes, however small.",
+        "Measured minimum time of a hit on the devices, independent of its size.",
     ),
     gauge("store_bytes", "bytes", "Size of the data files on the device, all ranks.", _DEVICE),
     gauge(
@@ -403,13 +429,13 @@ METRICS: Final[tuple[Metric, ...]] = (
     gauge(
         "wear_used",
         "share",
-        "wear_bytes as a share of the device's option tbw; 1 is all of its endurance.",
+        "Share of the device's option tbw that wear_bytes has used; 1 is all of its endurance.",
         _DEVICE,
     ),
     gauge(
         "write_budget_used",
         "share",
-        "Bytes written to the device since midnight UTC as a share of its daily_write_budget.",
+        "Share of the device's daily_write_budget that was written since midnight UTC.",
         _DEVICE,
     ),
     gauge(
@@ -423,21 +449,21 @@ METRICS: Final[tuple[Metric, ...]] = (
         "writes_paused",
         "0 or 1",
         "1 while a rank writes nothing to the device, which has no room, is read-only or fails; "
-        "what it holds is read all the same.",
+        "its blocks can still be read.",
         _DEVICE,
         combine="max",
     ),
     gauge(
         "device_share",
         "0 to 1",
-        "Share of the device in what is stored now, lowered while it is slow or lost.",
+        "Share of the device in newly stored data, lowered while it is slow or lost.",
         _DEVICE,
     ),
     Metric(
         "info",
         "info",
         "1",
-        "Always 1; the labels say what is in force.",
+        "Always 1; the labels name the configuration in force.",
         (
             Label("mode", ("reuse", "page")),
             Label("io_engine", bounded_by="the I/O engine in force"),
@@ -458,27 +484,28 @@ BATCH_METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "batch_requests",
         "requests",
-        "Requests of batches that got a line in the output file or the error file.",
+        "Batch requests that got a line in the output file or the error file.",
         Label("outcome", ("completed", "failed")),
     ),
-    gauge("batch_requests_running", "requests", "Requests of batches that run now."),
+    gauge("batch_requests_running", "requests", "Batch requests that run now."),
     gauge(
         "batches_held",
         "batches",
         "Batches whose next request waits for KV that users have, or wait for.",
     ),
-    counter("batch_prompt_tokens", "tokens", "Prompt tokens of answered requests of batches."),
+    counter("batch_prompt_tokens", "tokens", "Prompt tokens of answered batch requests."),
     counter(
         "batch_saved_tokens",
         "tokens",
-        "Those whose KV was found in a cache, so that their prefill was saved.",
+        "Part of batch_prompt_tokens whose KV was found in a cache, so that their prefill was "
+        "saved.",
     ),
     gauge("batch_bytes", "bytes", "Size of the files and results of the Batch API."),
     counter(
         "batch_errors",
         "errors",
-        "Times the batch runner could not read or write its files, or vLLM aborted one of its "
-        "requests, as `/pause` does; it tries again.",
+        "Number of times that the batch runner could not read or write its files, or vLLM aborted "
+        "one of its requests, as `/pause` does; it retries.",
     ),
 )
 """Metrics of the Batch API. They live in the API server, not in the engine."""

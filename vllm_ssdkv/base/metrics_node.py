@@ -14,15 +14,14 @@ NODE_METRICS: Final[tuple[Metric, ...]] = (
     gauge(
         "node_connected",
         "share",
-        "Share of the engine's nodes that answer it; of one node 0 or 1. In one that does not "
-        "nothing is found or stored, and requests are computed (nodes).",
+        "Share of the engine's nodes that answer it; with one node 0 or 1. Nothing is found or "
+        "stored in a node that does not answer, and requests are computed (nodes).",
         combine="min",
     ),
     counter(
         "node_sessions_lost",
         "sessions",
-        "Sessions with the node that ended before this engine ended them; each of an engine's "
-        "processes has one.",
+        "Sessions with the node that ended unexpectedly; each of an engine's processes has one.",
     ),
     counter(
         "node_call_failures",
@@ -32,16 +31,16 @@ NODE_METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "pool_loads",
         "loads",
-        "Parts of loads that a second node was asked for: `failed_over`, where the first one had "
-        "not brought them, or `hedged`, where it was late; of these `overtaken`, where the second "
+        "Loads, in part or whole, that went to a second node: `failed_over`, after the first one "
+        "failed, or `hedged`, because it was late; `overtaken` counts those in which the second "
         "was first (nodes, replicas).",
         Label("kind", ("failed_over", "hedged", "overtaken")),
     ),
     counter(
         "prefix_waits",
         "requests",
-        "Requests that waited for blocks which others were computing: `served`, or `taken_over`, "
-        "where the others came too late (nodes).",
+        "Requests that waited for blocks which others were computing: `served`, or `taken_over` "
+        "because the others were too slow (nodes).",
         Label("end", ("served", "taken_over")),
     ),
 )
@@ -65,13 +64,13 @@ NODE_SERVER_METRICS: Final[tuple[Metric, ...]] = (
     gauge(
         "node_sessions",
         "sessions",
-        "Halves of engines, and askers, that are connected to the node.",
+        "Sessions connected to the node: those of engines' processes and of status clients.",
         Label("role", ("scheduler", "worker", "status", "volume")),
     ),
     gauge("node_stores", "stores", "Stores that the node has open."),
-    gauge("node_pins", "pins", "Pins of slots that sessions hold: leases that are out."),
-    gauge("node_claims", "slots", "Slots that engines have claimed and that are not written yet."),
-    counter("node_calls", "calls", "Calls that the node has carried out.", Label("call", CALLS)),
+    gauge("node_pins", "pins", "Pins of slots that sessions hold, as leases."),
+    gauge("node_claims", "slots", "Slots that engines have claimed but not yet written."),
+    counter("node_calls", "calls", "Calls that the node has executed.", Label("call", CALLS)),
     counter(
         "node_bytes",
         "bytes",
@@ -88,19 +87,19 @@ NODE_SERVER_METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "node_sessions_ended",
         "sessions",
-        "Sessions that have ended: the engine's connection is gone or was silent for the lease, "
-        "the node refused a frame, or the node ended.",
+        "Sessions that have ended: the engine's connection was lost or silent for the lease, the "
+        "node refused a frame, or the node ended.",
         Label("cause", ("gone", "refused", "closing")),
     ),
     counter(
         "node_stores_removed",
         "stores",
-        "Closed stores that were removed because another store needed their room on a drive.",
+        "Closed stores that were removed because another store needed their space on a drive.",
     ),
     counter(
         "node_pins_released",
         "pins",
-        "Pins that were undone because their session ended.",
+        "Pins that were released because their session ended.",
     ),
 )
 """Metrics of the node's process, not of an engine's."""

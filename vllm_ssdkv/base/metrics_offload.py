@@ -16,60 +16,59 @@ OFFLOAD_METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "offload_steps",
         "steps",
-        "Steps with contexts by who attended to these: the `device`, the `step`, as where a part "
-        "of a prompt is computed or the device is out of use, or `both`.",
+        "Steps with contexts by attending side: the `device`, the `step` (part of a prompt is "
+        "computed, or the device is out of use), or `both`.",
         Label("by", ("device", "step", "both")),
         combine="max",
     ),
     gauge(
         "offload_share",
         "0 to 1",
-        "Share of the device in the bytes of the latest steps, of contexts, and of pages that rows "
-        "chose (offload.share).",
+        "Share of the device in the bytes of the latest steps, for contexts and for pages that "
+        "rows chose (offload.share).",
         Label("of", ("contexts", "pages")),
         combine="max",
     ),
     gauge(
         "offload_rate",
         "bytes/s",
-        "Bytes of K and V that were attended to per second of a step's attention, by way: the "
-        "`step` alone, the `device` alone, and `both` at once. The highest is the way that "
-        "`offload.share: auto` takes.",
+        "Bytes of K and V attended to per second of a step's attention, by path: the `step` "
+        "alone, the `device` alone, and `both` at once. `offload.share: auto` takes the fastest.",
         Label("of", ("contexts", "pages")),
         Label("way", ("step", "device", "both")),
     ),
     counter(
         "offload_trials",
         "steps",
-        "Steps that went another way than the best one known, to see what it takes now.",
+        "Steps that took another path than the best one known, to measure its current time.",
         Label("of", ("contexts", "pages")),
     ),
     counter(
         "offload_tickets",
         "tickets",
-        "Pieces of work handed to the device: one per layer, and one more where rows choose.",
+        "Jobs handed to the device: one per layer, and one more if rows choose.",
     ),
     counter(
         "offload_kernel_calls",
         "calls",
-        "Calls of an FPGA's kernels: `attend` to all that is listed, `sparf` to choose tokens or "
+        "Calls of an FPGA's kernels: `attend` to all listed pages, `sparf` to choose tokens or "
         "pages (offload.kind).",
         Label("kernel", ("attend", "sparf")),
     ),
     counter(
         "offload_peer_pages",
         "pages",
-        "Pages that drives wrote into an FPGA's memory themselves, by what their checksums say, "
-        "which the kernel makes. Wrong ones are read again through the host's memory "
+        "Pages that drives wrote directly into an FPGA's memory, by the result of the checksums "
+        "that the kernel computes. Wrong pages are read again through the host's memory "
         "(offload.peer).",
         Label("found", ("right", "wrong")),
     ),
     counter(
         "offload_failures",
         "failures",
-        "Times that the device raised an error, answered with something else than was asked for, "
-        "or made no progress until its deadline; or, once for a connection, that a node had no "
-        "room for blocks. The work was done without it.",
+        "Failures of the device: it raised an error, gave a wrong kind of answer, or made no "
+        "progress until its deadline; or, once for a connection, a node had no room for blocks. "
+        "The work was done without it.",
         Label("cause", ("error", "answer", "deadline", "room")),
     ),
     counter(
@@ -101,7 +100,7 @@ OFFLOAD_METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "x_cache_bytes",
         "bytes",
-        "Bytes of X that were projected to K and V again.",
+        "Bytes of X that were projected to K and V.",
     ),
     counter(
         "x_cache_projection_seconds",
@@ -112,8 +111,8 @@ OFFLOAD_METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "offload_step_seconds",
         "seconds",
-        "Time that the forward pass spent on handing work in and on folding answers, without the "
-        "wait for these.",
+        "Time that the forward pass spent on submitting work to the device and on merging "
+        "answers, without the wait for them.",
         combine="max",
     ),
 )

@@ -16,23 +16,27 @@ SPARSE_METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "sparse_selections_reused",
         "lists",
-        "Of sparse_selections, those that the query of a token before had chosen.",
+        "Lists in sparse_selections that the query of an earlier token had chosen.",
     ),
-    counter("sparse_pages_selected", "pages", "Context pages chosen, all of these lists together."),
-    counter("sparse_pages_in_context", "pages", "Context pages that there were to choose from."),
+    counter(
+        "sparse_pages_selected",
+        "pages",
+        "Context pages chosen, all lists of sparse_selections together.",
+    ),
+    counter("sparse_pages_in_context", "pages", "Context pages available to choose from."),
     counter(
         "sparse_pages_fetched",
         "pages",
-        "Chosen pages by where they were: in the memory of the GPU, in a frame, in the page cache, "
-        "or read from a device. A page that several requests chose at once counts once.",
+        "Chosen pages by source: the memory of the GPU, a frame, the page cache, or a device. A "
+        "page that several requests chose at once counts once.",
         Label("tier", ("hbm", "dram", "page_cache", "ssd")),
     ),
     counter(
         "sparse_bytes_fetched",
         "bytes",
-        "The same in bytes of whole pages, those by which they were chosen included: `token` pages "
-        "were chosen, `channel` pages hold a channel that they were chosen by, `summary` pages are "
-        "read when a request's decode begins. Channels in memory count as `dram`.",
+        "Bytes of whole pages fetched, by source, including the data that pages were chosen by. "
+        "`token` pages were chosen, `channel` pages hold a channel used for the choice, `summary` "
+        "pages are read when a request's decode begins. Channels in memory count as `dram`.",
         Label("pages", ("token", "channel", "summary")),
         Label("tier", ("hbm", "dram", "page_cache", "ssd")),
     ),
@@ -40,60 +44,57 @@ SPARSE_METRICS: Final[tuple[Metric, ...]] = (
         "sparse_bytes_kept",
         "bytes",
         "Bytes of tokens that were attended to, and of channels that they were chosen by; the "
-        "filter dropped the rest of what was fetched.",
+        "filter dropped the rest of the fetched bytes.",
         Label("pages", ("token", "channel")),
     ),
     counter(
         "sparse_pages_read_ahead",
         "pages",
-        "Pages read before a query chose them, because the query of the token before had, or "
-        "nearly had.",
+        "Pages prefetched because the query of the token before had chosen them, or nearly had.",
     ),
     counter(
         "sparse_read_ahead_hits",
         "pages",
-        "Pages that were read ahead, at the first time that a query chose them; the others were "
-        "read in vain.",
+        "Prefetched pages that a query chose; the rest were read in vain.",
     ),
     counter(
         "sparse_missing_mass",
         "shares",
-        "Share of attention that by the selector's estimate was not attended to, added up over "
-        "sparse_selections.",
+        "Estimated share of attention that was not attended to, summed over sparse_selections.",
     ),
     counter(
         "sparse_selections_short",
         "lists",
-        "Of sparse_selections, those of `adaptive` that the budget ended before they had the mass "
-        "that `sparse.mass` asks for.",
+        "Lists in sparse_selections of `adaptive` that reached the budget before the mass of "
+        "`sparse.mass`.",
     ),
     gauge(
         "sparse_clusters",
         "clusters",
-        "Clusters of pages of the requests that choose by `swarm`, those of a single page "
-        "included, all layers, KV heads and ranks.",
+        "Clusters of pages of the requests that choose by `swarm`, including those of a single "
+        "page; all layers, KV heads and ranks.",
     ),
     gauge(
         "sparse_cluster_members",
         "pages",
-        "Pages in these clusters; a page counts in each one that it is in.",
+        "Pages in sparse_clusters; a page counts in each of its clusters.",
     ),
     gauge(
         "sparse_clustered_pages",
         "pages",
-        "The same, each page once: `1 - sparse_clustered_pages / sparse_cluster_members` are "
-        "copies.",
+        "Pages in sparse_clusters, each page once: `1 - sparse_clustered_pages / "
+        "sparse_cluster_members` are copies.",
     ),
     counter(
         "sparse_rows_exact",
         "rows",
-        "Decoded tokens that attended to everything, because DRAM has no room for what the "
-        "selector must know of their pages.",
+        "Decoded tokens that attended to everything, because DRAM has no room for the selector's "
+        "data about their pages.",
         combine="max",
     ),
     counter(
         "sparse_requests_refused",
         "requests",
-        "Requests that chose what this engine cannot serve, and got exact attention instead.",
+        "Requests for a selector that this engine cannot serve; they got exact attention instead.",
     ),
 )

@@ -131,8 +131,8 @@ Devices = Annotated[
     typer.Argument(
         parser=place,
         metavar="DIR...",
-        help="The store's devices in the order of the option devices; or its state directory "
-        "alone, when they are where they were.",
+        help="Devices of the store, in the order of the option devices. The state directory alone "
+        "is enough if no device has moved.",
     ),
 ]
 """Of every command on one store."""
@@ -143,12 +143,12 @@ StateDir = Annotated[
         "--state-dir",
         parser=place,
         metavar="DIR",
-        help="Directory of store.json, when it is on no device.",
+        help="Directory of store.json, if it is not on a device.",
     ),
 ]
 """Of every command on one store."""
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to the output.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 """Of every command that has results."""
 
 

@@ -28,7 +28,7 @@ from rich.text import Text
 from vllm_ssdkv.base.errors import BatchError, SSDKVError
 from vllm_ssdkv.cli import arguments
 
-app = typer.Typer(no_args_is_help=True, help="Run batches of requests, and look after them.")
+app = typer.Typer(no_args_is_help=True, help="Run and manage batches of requests.")
 
 FAILED: Final = 1
 REQUEST_S: Final = 60.0
@@ -37,7 +37,7 @@ _Url = Annotated[
     str, typer.Option("--url", envvar="OPENAI_BASE_URL", help="The server's base URL, with /v1.")
 ]
 _Key = Annotated[str, typer.Option("--api-key", envvar="OPENAI_API_KEY", help="The server's key.")]
-_Id = Annotated[str, typer.Argument(metavar="BATCH", help="Its id, as ls shows it.")]
+_Id = Annotated[str, typer.Argument(metavar="BATCH", help="ID of the batch, as ls shows it.")]
 _URL: Final = "http://127.0.0.1:8000/v1"
 
 
@@ -54,26 +54,28 @@ def run(
         typer.Argument(
             parser=arguments.file_to_read,
             metavar="IN",
-            help="Requests, one JSON object per line.",
+            help="File of requests, one JSON object per line.",
         ),
     ],
     output: Annotated[
         Path,
         typer.Argument(
-            parser=arguments.file_to_write, metavar="OUT", help="Answers; must not exist."
+            parser=arguments.file_to_write,
+            metavar="OUT",
+            help="File for the answers; it must not exist.",
         ),
     ],
     model: Annotated[
         str,
-        typer.Option("--model", parser=os.path.expanduser, help="The model, as vLLM takes it."),
+        typer.Option("--model", parser=os.path.expanduser, help="Model, as vLLM takes it."),
     ],
     as_json: arguments.Json = False,
 ) -> None:
     """Answer the requests of IN, without a server; all other options go to vLLM.
 
-    The formats are those of `vllm run-batch`. Requests that begin alike run together. A run that
-    was interrupted is gone on with by the same command. Exits with 1 when a request failed: its
-    line in OUT says why. vLLM's log goes to the error output.
+    The formats are those of `vllm run-batch`. Requests with a common prefix run together. The same
+    command continues an interrupted run. Exits with 1 when a request failed; its line in OUT has
+    the reason. vLLM's log goes to the error output.
     """
     from vllm_ssdkv.batch.offline import Progress, run_file
 
@@ -198,13 +200,13 @@ def list_batches(url: _Url = _URL, key: _Key = "", as_json: arguments.Json = Fal
 
 @app.command()
 def show(identifier: _Id, url: _Url = _URL, key: _Key = "") -> None:
-    """Print what a server knows of a batch, as JSON."""
+    """Print a server's record of a batch, as JSON."""
     _print(url, key, f"/batches/{urllib.parse.quote(identifier, safe='')}", "GET")
 
 
 @app.command()
 def cancel(identifier: _Id, url: _Url = _URL, key: _Key = "") -> None:
-    """Cancel a batch of a server; what is answered is kept."""
+    """Cancel a batch of a server; requests that are answered keep their answers."""
     _print(url, key, f"/batches/{urllib.parse.quote(identifier, safe='')}/cancel", "POST")
 
 

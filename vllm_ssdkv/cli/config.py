@@ -20,7 +20,9 @@ from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.config.effects import without_effect
 from vllm_ssdkv.config.engine import SSDKVConfig
 
-app = typer.Typer(no_args_is_help=True, help="Check options, show what is in force, or the schema.")
+app = typer.Typer(
+    no_args_is_help=True, help="Check options, show those in force, or print their schema."
+)
 
 EXTRA: Final = "kv_connector_extra_config"
 _MODEL_KEY: Final = "MODEL"
@@ -100,10 +102,10 @@ _File = Annotated[
 
 @app.command()
 def check(file: _File, as_json: arguments.Json = False) -> None:
-    """Check the options in FILE. Exits with 1, and a line per problem, when they are wrong.
+    """Check the options in FILE. Exits with 1 and a line per problem when they are wrong.
 
-    An option that has no effect is a warning, which says what would give it one. Drives and key
-    files are not looked at: `ssdkv doctor --device` does that for drives.
+    An option that has no effect is a warning, which names the missing condition. Drives and key
+    files are not checked; `ssdkv doctor --device` checks drives.
     """
     problem, warnings = "", list[str]()
     try:
@@ -133,11 +135,13 @@ def _warn(lines: list[str]) -> None:
 def show(
     file: Annotated[
         str | None,
-        typer.Argument(metavar="[FILE]", help="As for check; without it, the defaults."),
+        typer.Argument(
+            metavar="[FILE]", help="File as for `config check`; default: the default options."
+        ),
     ] = None,
     as_json: arguments.Json = False,
 ) -> None:
-    """Print every option with the value in force, and what it comes to on this machine."""
+    """Print every option with the value in force, and its meaning for this machine."""
     try:
         given = {} if file is None else _load(file)
         config = SSDKVConfig.from_extra_config(given)

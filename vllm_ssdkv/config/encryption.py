@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from vllm_ssdkv.config.schema import PATH_TEXT, Allowed, OptionModel, PathText, Reason
 
-_ONE = Reason("null: one of the three is given.")
+_ONE = Reason("null: exactly one of the three must be given.")
 
 
 def _variable(value: str) -> str:
@@ -31,13 +31,16 @@ class EncryptionConfig(OptionModel):
         Allowed(PATH_TEXT),
         Field(
             description="File with the key, readable by its owner only (mode 0600 or 0400). A key "
-            "is 32 random bytes: as they are, or as 64 hexadecimal digits, or in base64."
+            "is 32 random bytes, stored raw, as 64 hexadecimal digits or in base64."
         ),
         _ONE,
     ] = None
     key_env: Annotated[
         str | None,
-        Field(description="Name of an environment variable with the key, in digits or base64."),
+        Field(
+            description="Name of an environment variable with the key, in hexadecimal digits or "
+            "base64."
+        ),
         AfterValidator(_variable),
         _ONE,
     ] = None
@@ -46,8 +49,8 @@ class EncryptionConfig(OptionModel):
         Allowed('a list of texts such as ["vault", "kv", "get", "-field=key", "secret/ssdkv"]'),
         Field(
             strict=False,
-            description="Program and arguments, run without a shell by each process of the "
-            "engine at start. It writes the key to its standard output within 30 seconds.",
+            description="Program and arguments that print the key within 30 seconds. Each process "
+            "of the engine runs it at start, without a shell.",
         ),
         AfterValidator(_command),
         _ONE,

@@ -147,19 +147,22 @@ class DeviceConfig(OptionModel):
         PathText,
         Allowed(PATH_TEXT),
         Field(
-            description="Directory (created if missing) or raw block device. A plain text in "
+            description="Directory (created if missing) or raw block device. A plain string in "
             "the list of devices is this path."
         ),
         Reason("Only the user knows where the SSDs are mounted."),
     ]
     capacity: Annotated[
         int | None,
-        Field(ge=MIN_CAPACITY, description="Bytes this device may hold, all ranks together."),
+        Field(
+            ge=MIN_CAPACITY,
+            description="Maximum number of bytes that all ranks together store on this device.",
+        ),
         Allowed(SIZE_TEXT, is_size=True),
         BeforeValidator(size_or_none),
         Reason(
-            "null: a quarter of the free space, at most 64GiB, so that a first try fills no "
-            "disk; all of a raw block device. An existing store keeps the size it has."
+            "null: a quarter of the free space, at most 64GiB, so that a first try fills no disk; "
+            "all of a raw block device. An existing store keeps its size."
         ),
     ] = None
     weight: Annotated[
@@ -167,13 +170,12 @@ class DeviceConfig(OptionModel):
         Field(
             gt=0,
             le=64,
-            description="Share of the data relative to the other devices. Give a "
-            "device that is twice as fast twice the weight. Where another device has one, null "
-            "is 1.",
+            description="Share of the data relative to the other devices: a device that is twice "
+            "as fast gets twice the weight. If another device has a weight, null is 1.",
         ),
         Reason(
-            "null everywhere: several devices are measured when they are first used (64 MiB or "
-            "0.3 s each), and the store remembers the result, so that restarts change nothing."
+            "null everywhere: several devices are measured at their first use (64 MiB or 0.3 s "
+            "each), and the store remembers the result, so that restarts change nothing."
         ),
         _SEVERAL,
     ] = None
@@ -181,27 +183,27 @@ class DeviceConfig(OptionModel):
         int | None,
         Field(
             ge=MIN_CAPACITY,
-            description="Endurance of the drive as its maker states it, in bytes written (TBW). "
-            "Only for vllm:ssdkv_wear_used, which shows the share of it that this store has used.",
+            description="Rated write endurance of the drive in bytes (TBW). It is used only for "
+            "vllm:ssdkv_wear_used, the share of it that this store has used.",
         ),
         Allowed(SIZE_TEXT, is_size=True),
         BeforeValidator(size_or_none),
-        Reason("null: only the drive's data sheet says it."),
+        Reason("null: only the drive's data sheet states it."),
     ] = None
     daily_write_budget: Annotated[
         int | None,
         Field(
             ge=MIN_CAPACITY,
-            description="Bytes that may be written to the device between two midnights UTC. When "
-            "it is used up, reuse mode stores nothing more (blocks are striped over all devices, "
-            "so the first budget counts for all); page mode goes on, and writes only what a "
-            "running request cannot do without.",
+            description="Maximum number of bytes written to the device per day (UTC). Once it is "
+            "used up, reuse mode stores nothing more: blocks are striped over all devices, so the "
+            "first budget counts for all. Page mode goes on, and writes only the data that a "
+            "running request needs.",
         ),
         Allowed(SIZE_TEXT, is_size=True),
         BeforeValidator(size_or_none),
         Reason(
-            "null: no limit; what a cache may cost is the user's choice. In page mode it is no "
-            "hard limit: requests that wait for midnight would be an outage."
+            "null: no limit; the wear that a cache may cause is the user's decision. Page mode "
+            "has no hard limit, because requests that wait for midnight would be an outage."
         ),
     ] = None
 
@@ -223,10 +225,10 @@ class SSDKVConfig(OptionModel):
     mode: Annotated[
         Literal["reuse", "page"],
         Field(
-            description="`reuse` keeps copies of computed KV blocks so that a prefix is never "
+            description="`reuse` keeps copies of computed KV blocks, so that a prefix is never "
             "computed twice. `page` also serves contexts larger than the KV memory of the GPU, "
-            "with this package's attention backend. Stores of the two are not each other's: name "
-            "other directories when you change it."
+            "with this package's attention backend. The two modes cannot share a store: name "
+            "other directories when you change the mode."
         ),
         Reason("reuse works with every model and backend and never changes a result."),
     ] = "reuse"
@@ -239,26 +241,26 @@ class SSDKVConfig(OptionModel):
         Field(
             strict=False,
             max_length=MAX_DEVICES,
-            description="The SSDs that hold the store, striped over all of them.",
+            description="SSDs that hold the store, striped over all of them.",
         ),
         Reason(
             "Empty: one directory per model, mode and kind of selector below "
-            "$XDG_CACHE_HOME/ssdkv (~/.cache/ssdkv), so that a first try needs no option. "
-            "`ssdkv ls` lists them, `ssdkv rm` removes one."
+            "$XDG_CACHE_HOME/ssdkv (~/.cache/ssdkv), so that a first try needs no option. `ssdkv "
+            "ls` lists them, `ssdkv rm` removes one."
         ),
     ] = ()
     replicas: Annotated[
         Literal[1, 2],
         Field(
-            description="Copies of each block, on different devices. `2`: what lies on a drive "
-            "that dies, and a page that has gone bad, is read from the other copy; half the "
-            "capacity, half the write rate, twice the wear. An existing store takes another value "
-            "over bit by bit, as its places are used again. With several `nodes` in mode `reuse`: "
-            "nodes that keep each block."
+            description="Number of copies of each block, on different devices. With `2`, ssdkv "
+            "reads the other copy if a drive fails or a page is damaged; this halves capacity and "
+            "write rate, and doubles the wear. An existing store changes to another value "
+            "gradually, as its slots are reused. With several `nodes` in mode `reuse` it is the "
+            "number of nodes that keep each block."
         ),
         Reason(
-            "1: what is lost is computed again, which costs time and never a token. 2 is for those "
-            "who cannot spare that time on the day a drive dies."
+            "1: lost blocks are recomputed, which costs time and never changes a token. Set 2 if "
+            "you cannot spare that time when a drive fails."
         ),
     ] = 1
     state_dir: Annotated[
@@ -266,20 +268,20 @@ class SSDKVConfig(OptionModel):
         Allowed(PATH_TEXT),
         Field(description="Directory of store.json and the journal."),
         Reason(
-            "null: the first device that is a directory. Must be given when every device is a "
+            "null: the first device that is a directory. It must be given if every device is a "
             "raw block device."
         ),
     ] = None
     recover: Annotated[
         Literal["quiet", "strict", "none"],
         Field(
-            description="What a start does with a damaged journal or manifest. `quiet` goes on "
-            "with what is whole, counts the rest and logs it. `strict` does not start, and names "
-            "the file. `none` starts empty, whatever is stored."
+            description="Reaction of a start to a damaged journal or manifest. `quiet` keeps the "
+            "intact part, and counts and logs the rest. `strict` does not start, and names the "
+            "file. `none` starts with an empty store in any case."
         ),
         Reason(
-            "What is lost is computed again, and what is damaged is never served; nobody should "
-            "have to repair a cache before it works."
+            "Lost blocks are recomputed and damaged ones are never served; nobody should have to "
+            "repair a cache before it works."
         ),
     ] = "quiet"
     dram_gib: Annotated[
@@ -288,37 +290,41 @@ class SSDKVConfig(OptionModel):
         Field(
             gt=0,
             le=MAX_DRAM_GIB,
-            description="Memory of the DRAM tier of this engine, shared equally "
-            "by its workers. Includes io.staging.",
+            description="Memory of the DRAM tier of this engine, shared equally by its workers. "
+            "It includes io.staging.",
         ),
         BeforeValidator(gib_or_none, json_schema_input_type=float | str | None),
         Reason(
-            "null: 10 % of the available memory, at most 4 GiB, so that a first try starves "
-            "nothing else on the machine; more, up to half of it, where blocks are so large."
+            "null: 10 % of the available memory, at most 4 GiB, so that a first try leaves memory "
+            "to other programs; up to half of the available memory if the blocks are so large."
         ),
     ] = None
     hbm_window_tokens: Annotated[
         int | None,
         Field(
             ge=16,
-            description="Newest tokens of a request that stay in HBM (page mode). A "
-            "multiple of page_tokens, and no less than vLLM's --block-size and the sliding window "
-            "of the model's layers, where some have one.",
+            description="Number of a request's newest tokens that stay in HBM (page mode). It is "
+            "a multiple of page_tokens, and not less than vLLM's --block-size and the sliding "
+            "window of the model's layers, if some have one.",
         ),
         Reason(
-            "null: 1024, which is past what a chunk of prefill and most local attention reaches, "
-            "and small next to any context worth paging; 256 with a `selector` that chooses. There "
-            "the window counts in the budget, and with an eighth and a window of 1024 no request "
-            "of less than 16384 tokens would choose; what matters behind the window is chosen."
+            "null: 1024, which is more than a chunk of prefill and most local attention reach, "
+            "and small next to any context worth paging; 256 with a `selector` that chooses. "
+            "There the window counts in the budget: with an eighth and a window of 1024, no "
+            "request of less than 16384 tokens would choose."
         ),
         _PAGE,
     ] = None
     page_tokens: Annotated[
         int,
         Allowed("16 or 16 times a power of two"),
-        Field(le=4096, description="Tokens of one KV head and layer that are read together."),
+        Field(
+            le=4096, description="Number of tokens of one KV head and layer that are read together."
+        ),
         AfterValidator(_page_tokens),
-        Reason("At head size 128 in 16 bit a page is 4 KiB of K and 4 KiB of V: two sectors."),
+        Reason(
+            "16: at head size 128 and 16 bits, a page is 4 KiB of K and 4 KiB of V, two sectors."
+        ),
         _PAGE,
     ] = 16
     selector: Annotated[
@@ -326,17 +332,16 @@ class SSDKVConfig(OptionModel):
         Allowed(names_text(SELECTORS, EXACT)),
         AfterValidator(partial(checked_name, SELECTORS, other=EXACT)),
         Field(
-            description="Which part of the context a token that is decoded attends to (page mode). "
-            "`exact` is all of it. `bounds` chooses pages by bounds of their logits, `spread` by "
-            "mean and variance of their keys, `codes` by logits of their tokens from K in two "
-            "bits, `sparf` pages or tokens by logits from a few "
-            "channels of K, of which the store then holds a second copy. `adaptive` takes pages "
-            "of one of them until they cover enough of the attention. `swarm` takes clusters of "
-            "pages that the request's queries chose together, by scores of one of them. `window` "
-            "is the first tokens and the newest ones only, to compare with. A class of your own is "
-            "given as `module:Class` (docs/guests.md). Prompts are always "
-            "exact. A store made for `exact`, for channels, for `spread`, for `codes` or for "
-            "the others cannot be used in place of another."
+            description="Part of the context that a decoded token attends to (page mode). `exact` "
+            "attends to all of it. `bounds` chooses pages by bounds of their logits, `spread` by "
+            "mean and variance of their keys, and `codes` by logits of their tokens from K in two "
+            "bits. `sparf` chooses pages or tokens by logits from a few channels of K; the store "
+            "then holds a second copy of K. `adaptive` takes pages by the scores of one of them "
+            "until they cover enough of the attention. `swarm` takes clusters of pages that the "
+            "request's queries chose together. `window` attends to the first and the newest "
+            "tokens only, for comparison. `module:Class` is a class of your own (docs/guests.md). "
+            "Prompts are always exact. Stores made for `exact`, for channels, for `spread`, for "
+            "`codes` and for the others cannot replace each other."
         ),
         Reason("exact: lossless."),
         PerRequest(
@@ -348,30 +353,30 @@ class SSDKVConfig(OptionModel):
     ] = "exact"
     sparse: Annotated[
         SparseConfig,
-        Field(description="What the selectors other than `exact` may choose."),
+        Field(description="Limits and memory of the selectors other than `exact`."),
     ] = SparseConfig()
     offload: Annotated[
         OffloadConfig | None,
         Field(
-            description="Has a device near storage attend to contexts (page mode), while the "
-            "accelerator attends to the window. Steps that compute a part of a prompt do without. "
-            "It changes no token beyond rounding."
+            description="Device near storage that attends to contexts, while the accelerator "
+            "attends to the window (page mode). Steps that compute part of a prompt do not use "
+            "it. It changes no token beyond rounding."
         ),
         Reason(
-            "null: off. It pays where the link to the accelerator is slower than the host's "
+            "null: off. It pays if the link to the accelerator is slower than the host's "
             "attention, and takes cores that vLLM may need."
         ),
     ] = None
     load: Annotated[
         Literal["auto", "always"],
         Field(
-            description="What becomes of a prefix that the store holds (reuse mode). `auto` loads "
-            "it unless computing it is expected to be faster, by the measured speeds of both; "
-            "`always` loads it in any case. Page mode always loads."
+            description="Choice between loading and recomputing a stored prefix (reuse mode). "
+            "`auto` loads it unless the measured speeds say that computing is faster; `always` "
+            "loads it in any case. Page mode always loads."
         ),
         Reason(
-            "auto: a hit is not slower than no hit, however slow the drives. `always` is for "
-            "those who would rather wait for a drive than spend the GPU's time."
+            "auto: a hit is never slower than a miss, however slow the drives. Set `always` if "
+            "you would rather wait for a drive than spend GPU time."
         ),
         _MAY_COMPUTE,
     ] = "auto"
@@ -380,71 +385,72 @@ class SSDKVConfig(OptionModel):
         Field(
             ge=0,
             le=1_000_000_000,
-            description="One hit in so many, the first four after a start, and the next one after "
-            "a reset of the cache are verified: the last block of the hit is computed although it "
-            "is stored, and compared. If they differ by more than rounding, the store is "
-            "suspended: nothing is found in it any more, what was stored up to the last good one "
-            "stays, an alert goes off, and `ssdkv resume` takes it back. 0: none is.",
+            description="Verify one hit in this many, the first four after a start, and the first "
+            "one after a reset of the cache: compute the last block of the hit and compare it "
+            "with the stored one. If they differ by more than rounding, the store is suspended: "
+            "nothing in it is found any more, blocks stored before the last good comparison stay, "
+            "and an alert fires. `ssdkv resume` ends the suspension. 0 verifies none.",
         ),
         Reason(
-            "256: KV of other weights or settings is kept out by the keys; this finds what no list "
-            "of settings foresees, for the time of one block in 256 hits."
+            "256: the keys already exclude KV of other weights or settings. This finds errors "
+            "that no list of settings foresees, and costs the time of one block in 256 hits."
         ),
     ] = 256
     admission: Annotated[
         Literal["all", "second_use"],
         Field(
-            description="Which blocks are written to the devices. `all`: every one. `second_use`: "
-            "those that requests computed or found a second time lately, after a count of all "
-            "blocks that forgets (8 to 16 bytes of memory per slot; starts anew with the engine). "
-            "In page mode others are written only when they leave the window."
+            description="Blocks that are written to the devices. `all` writes every block. "
+            "`second_use` writes the blocks that requests recently computed or found a second "
+            "time; its count of all blocks forgets with time, starts anew with the engine, and "
+            "takes 8 to 16 bytes of memory per slot. In page mode other blocks are written only "
+            "when they leave the window."
         ),
         Reason(
-            "all: a prefix is found the first time that it is asked for again. second_use spares "
-            "drives where most prompts never come back, and computes each prefix twice."
+            "all: a prefix is found the first time that it is asked for again. second_use reduces "
+            "wear if most prompts never come back, but computes each prefix twice."
         ),
     ] = "all"
     on_reset: Annotated[
         Literal["keep", "forget"],
         Field(
-            description="When vLLM resets the cache and says so (`sleep`, `/pause`, "
-            "`release_kv_cache_memory`, `/reset_prefix_cache?reset_external=true`): `keep` hides "
-            "the store until the weights have been digested again, and shows what belongs to them; "
-            "`forget` never finds again what is stored."
+            description="Effect of a reset of vLLM's cache (`sleep`, `/pause`, "
+            "`release_kv_cache_memory`, `/reset_prefix_cache?reset_external=true`). `keep` hides "
+            "the store until the weights have been hashed again, then shows the blocks of these "
+            "weights. `forget` never finds the stored blocks again."
         ),
         Reason(
-            "keep: keys have the digest of the weights, so what belongs to others is not found. "
-            "`ssdkv rm` erases a store."
+            "keep: the keys contain the hash of the weights, so blocks of other weights are not "
+            "found. `ssdkv rm` erases a store."
         ),
     ] = "keep"
     trim: Annotated[
         bool,
         Field(
-            description="Tell raw block devices (TRIM) what they need not keep: everything when a "
-            "store is made there, and all slots that a reset of the cache dropped; in idle "
-            "moments, 1 GiB per second at most. Data files are never trimmed: they keep their "
-            "space."
+            description="Tell raw block devices by TRIM about unused space: everything when a "
+            "store is created there, and all slots that a reset of the cache dropped. This "
+            "happens in idle moments, at 1 GiB per second at most. Data files are never trimmed "
+            "and keep their space."
         ),
         Reason(
-            "false: slots are written again soon, which frees the old bytes just as well, and "
-            "drives may answer late while they trim. Worth it where caches are reset often."
+            "false: slots are soon written again, which frees the old bytes just as well, and "
+            "drives may answer late while they trim. It is worthwhile if caches are reset often."
         ),
         _RAW,
     ] = False
     encryption: Annotated[
         EncryptionConfig | None,
         Field(
-            description="Encrypts what is stored with AES-256-GCM (docs/security.md). An existing "
-            "store keeps its key, or having none."
+            description="Encryption of the store with AES-256-GCM (docs/security.md). An existing "
+            "store keeps its key, or stays unencrypted."
         ),
         Reason(
-            "null: off. It needs a key that somebody keeps, and about a core for every few GB/s; "
-            "encrypted drives do the same where there are some."
+            "null: off. Somebody has to keep the key, and encryption takes about a core for every "
+            "few GB/s; self-encrypting drives protect the same data."
         ),
     ] = None
     io: Annotated[
         IoConfig,
-        Field(description="How bytes move between the devices and memory."),
+        Field(description="Transfer of bytes between the devices and memory."),
     ] = IoConfig()
     nodes: Annotated[
         tuple[str, ...],
@@ -455,11 +461,10 @@ class SSDKVConfig(OptionModel):
         Field(
             strict=False,
             max_length=MAX_NODES,
-            description="The nodes (`ssdkv node run`) that keep the store, for all engines that "
-            "name them, in place of a store of this engine's own; several share the blocks, and "
-            "each engine should name them alike. Drives and memory are then options of the nodes, "
-            "and are refused here. In mode `page` they keep the bytes of this engine's contexts; "
-            "docs/nodes.md.",
+            description="Nodes (`ssdkv node run`) that keep the store, for all engines that name "
+            "them, in place of a store of this engine. Several nodes share the blocks; name them "
+            "alike in every engine. Drives and memory are then options of the nodes, and are "
+            "refused here. In mode `page` they keep the contexts of this engine (docs/nodes.md).",
         ),
         Reason("Empty: the engine keeps its own store, which needs no other process."),
     ] = ()
@@ -467,8 +472,8 @@ class SSDKVConfig(OptionModel):
         PathText | None,
         Allowed(PATH_TEXT),
         Field(
-            description="Directory with the keys that `ssdkv node keys` made for engines. Needed "
-            "for a node at a tcp:// address that is not of this machine alone."
+            description="Directory of the keys that `ssdkv node keys` made for engines. A node at "
+            "a tcp:// address needs them, unless the address is local to this machine."
         ),
         Reason("null: a Unix socket is protected by its file's mode."),
     ] = None
@@ -477,8 +482,8 @@ class SSDKVConfig(OptionModel):
         Allowed(names_text(TIERS)),
         AfterValidator(_tier_or_none),
         Field(
-            description="A class of your own that keeps the blocks, in place of the drives of this "
-            "engine (mode `reuse`); docs/guests.md."
+            description="Class of your own that keeps the blocks, in place of the drives of this "
+            "engine (mode `reuse`; docs/guests.md)."
         ),
         Reason("null: the engine keeps its own store, or `nodes` do."),
     ] = None

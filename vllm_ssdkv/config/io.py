@@ -50,9 +50,9 @@ class FaultConfig(OptionModel):
     kind: Annotated[
         Literal["eio", "enospc", "short", "stall", "corrupt", "latency", "dead"],
         Field(
-            description="`eio` and `enospc` fail the request with that error, `short` moves half "
-            "of it, `corrupt` flips bits of what was read, `latency` delays the request, `stall` "
-            "stops the device, `dead` fails everything on it."
+            description="Kind of fault. `eio` and `enospc` fail the request with that error, "
+            "`short` transfers half of it, `corrupt` flips bits of the data read, `latency` "
+            "delays the request, `stall` stops the device, `dead` fails every request on it."
         ),
         Reason("There is no harmless choice to default to."),
     ]
@@ -63,28 +63,30 @@ class FaultConfig(OptionModel):
     ] = None
     op: Annotated[
         Literal["read", "write"] | None,
-        Field(description="Direction of the requests that are hit; null is both."),
+        Field(description="Direction of the affected requests; null is both."),
         Reason("A broken device breaks both."),
     ] = None
     after: Annotated[
         int,
-        Field(ge=0, description="Matching requests that pass before the rule begins."),
+        Field(ge=0, description="Number of matching requests that pass before the rule begins."),
         Reason("The rule begins at once."),
     ] = 0
     count: Annotated[
         int | None,
-        Field(ge=1, description="Requests the rule hits before it is used up; null is no end."),
-        Reason("A fault stays until it is taken away."),
+        Field(ge=1, description="Number of requests that the rule affects; null is no limit."),
+        Reason("A fault stays until it is removed."),
     ] = None
     probability: Annotated[
         float,
-        Field(gt=0, le=1, description="Chance that a matching request is hit."),
+        Field(gt=0, le=1, description="Probability that a matching request is affected."),
         Reason("Certain faults make tests repeatable."),
     ] = 1.0
     seconds: Annotated[
         float,
         Field(
-            ge=0, le=86400, description="Duration of `latency` and `stall`; 0 is no end (stall)."
+            ge=0,
+            le=86400,
+            description="Duration of `latency` and `stall` in seconds; 0 is no end (stall).",
         ),
         Reason("The other kinds take no time."),
         _LASTS,
@@ -123,27 +125,25 @@ class ThrottleConfig(OptionModel):
     ] = None
     bandwidth: Annotated[
         int | None,
-        Field(
-            ge=1, description="Bytes per second, of reads and writes together; null is no limit."
-        ),
+        Field(ge=1, description="Bytes per second, reads and writes together; null is no limit."),
         Allowed(SIZE_TEXT, is_size=True),
         BeforeValidator(size_or_none),
-        Reason("Only what is named is modelled."),
+        Reason("null: only the given limits are modelled."),
     ] = None
     iops: Annotated[
         float | None,
         Field(gt=0, description="Requests per second; null is no limit."),
-        Reason("Only what is named is modelled."),
+        Reason("null: only the given limits are modelled."),
     ] = None
     latency: Annotated[
         float,
-        Field(ge=0, le=60, description="Seconds that every request takes longer."),
-        Reason("Only what is named is modelled."),
+        Field(ge=0, le=60, description="Seconds that are added to every request."),
+        Reason("0: only the given limits are modelled."),
     ] = 0.0
     dilation: Annotated[
         float,
         Field(gt=0, description="Factor by which the device is slower than the other fields say."),
-        Reason("The numbers mean what they say."),
+        Reason("1: the numbers are used as they are."),
     ] = 1.0
 
     def rule(self) -> ThrottleRule:
@@ -165,22 +165,21 @@ class IoConfig(OptionModel):
         Allowed(names_text(ENGINES, AUTO)),
         AfterValidator(partial(checked_name, ENGINES, other=AUTO)),
         Field(
-            description="I/O engine. `auto` is `uring` (io_uring) where the kernel has it, else "
-            "`threads` (the native thread pool). `kvikio` and `aiofiles` go through those "
-            "packages, to compare with; `noop` completes every request without touching a device "
-            "(for benchmarks of everything else). A class of your own is given as `module:Class` "
-            "(docs/guests.md)."
+            description="I/O engine. `auto` is `uring` (io_uring) if the kernel has it, else "
+            "`threads` (the native thread pool). `kvikio` and `aiofiles` use those packages, for "
+            "comparison; `noop` completes every request without touching a device, to benchmark "
+            "everything else. `module:Class` is a class of your own (docs/guests.md)."
         ),
         Reason(
-            "auto takes the fastest engine that runs here; the choice, and why, is logged, and "
-            "exported in vllm:ssdkv_info."
+            "auto takes the fastest engine that runs here; the choice and its reason are logged, "
+            "and exported in vllm:ssdkv_info."
         ),
     ] = "auto"
     queue_depth: Annotated[
         int,
-        Field(ge=1, le=256, description="Requests in flight per device."),
+        Field(ge=1, le=256, description="Number of requests in flight per device."),
         Reason(
-            "16 requests of 512 KiB are 8 MiB in flight, ten times the bandwidth times latency "
+            "16: requests of 512 KiB make 8 MiB in flight, ten times the bandwidth-delay product "
             "of a PCIe 4 NVMe drive (7 GB/s at 0.1 ms); more only wait longer."
         ),
     ] = 16
@@ -189,10 +188,10 @@ class IoConfig(OptionModel):
         Field(
             ge=0.1,
             le=600,
-            description="Seconds until a request that has not completed counts as failed.",
+            description="Seconds after which an unfinished request counts as failed.",
         ),
         Reason(
-            "A healthy drive answers in milliseconds, one that resets itself in seconds; "
+            "10: a healthy drive answers in milliseconds, one that resets itself in seconds; "
             "longer than 10 s is a fault that users should see."
         ),
     ] = 10.0
@@ -200,37 +199,36 @@ class IoConfig(OptionModel):
         int | None,
         Field(
             ge=MIN_STAGING,
-            description="Bytes per worker, a part of dram_gib, through which page mode reads what "
-            "requests attend to and DRAM has no room for. An eighth of it is for what selectors "
-            "keep beside KV; reuse mode does without. With `encryption`, half as much again "
-            "holds slots on their way to the devices, in either mode.",
+            description="Read buffer per worker, part of dram_gib. Page mode reads contexts "
+            "through it that are not in DRAM; reuse mode does not use it. An eighth of it holds "
+            "the selectors' data. With `encryption`, half as much again holds slots on their way "
+            "to the devices, in either mode.",
         ),
         Allowed(SIZE_TEXT, is_size=True),
         BeforeValidator(size_or_none),
         Reason(
-            "null: 64MiB, or less where that is more than a quarter of the DRAM. "
-            "A quarter of it is under way from several devices while the next one is attended to. "
-            "What is written waits in frames: a larger write buffer is a larger dram_gib."
+            "null: 64MiB, or a quarter of the DRAM if that is less. A quarter of it is in flight "
+            "from several devices while the next one is attended to. Writes wait in frames: for a "
+            "larger write buffer, raise dram_gib."
         ),
         _STAGES,
     ] = None
     direct: Annotated[
         Literal["auto", "on", "off"],
-        Field(description="O_DIRECT. `on` makes a file system that refuses it an error."),
+        Field(description="O_DIRECT. `on` makes it an error if a file system refuses it."),
         Reason(
             "auto bypasses the page cache, which would hold every byte a second time, and falls "
-            "back, with a warning, where the file system cannot."
+            "back with a warning if the file system cannot."
         ),
     ] = "auto"
     verify: Annotated[
         Literal["all", "sampled"],
         Field(
-            description="Which pages of a read from a device are checked against their checksums. "
-            "`sampled`: one of 16, beside every slot's header; wrong bytes in the others reach the "
-            "model."
+            description="Pages of a read whose checksums are verified. `sampled` verifies one of "
+            "16 and the header of every slot; wrong bytes in the others reach the model."
         ),
         Reason(
-            "all: nothing that we did not write is ever attended to. That costs 0.39 us of CPU per "
+            "all: only bytes that ssdkv wrote are ever attended to. This costs 0.39 us of CPU per "
             "page of 8 KiB (21 GB/s per core, measured); a sample costs 0.10 us."
         ),
     ] = "all"
@@ -238,14 +236,14 @@ class IoConfig(OptionModel):
         int | None,
         Field(
             ge=MIN_SCRUB_RATE,
-            description="Bytes per second and worker, at most, at which stored blocks are read "
-            "again and verified while nothing else uses the store; null is never.",
+            description="Maximum number of bytes per second and worker at which stored blocks are "
+            "read again and verified while nothing else uses the store; null is never.",
         ),
         Allowed(SIZE_TEXT, is_size=True),
         BeforeValidator(size_or_none),
         Reason(
             "null: every read is verified, so a scrub changes no result. It finds a failing drive "
-            "before a request does, at the price of drives that never rest."
+            "before a request does, but then drives never rest."
         ),
     ] = None
     faults: Annotated[

@@ -48,8 +48,8 @@ class NodeConfig(OptionModel):
             min_length=1,
             max_length=MAX_ADDRESSES,
             description="Addresses at which engines find the node: `unix:///run/ssdkv.sock` for "
-            "those of this host, `tcp://10.0.0.2:7070` for others. Any address that is not a Unix "
-            "socket or of this host alone needs `keys`.",
+            "those of this host, `tcp://10.0.0.2:7070` for others. A TCP address that other hosts "
+            "can reach needs `keys`.",
         ),
         Reason("Only the user knows where the engines run."),
     ]
@@ -63,9 +63,9 @@ class NodeConfig(OptionModel):
             strict=False,
             min_length=1,
             max_length=MAX_DEVICES,
-            description="Directories on the SSDs. Each store, of one model and number of ranks, "
-            "has a directory of its own below each of them, and its share of their capacity. Raw "
-            "block devices hold one store, so a node takes none.",
+            description="Directories on the SSDs. Each store (one model and number of ranks) has "
+            "a directory of its own in each of them, and its share of their capacity. A raw block "
+            "device holds one store, so a node takes none.",
         ),
         Reason("Only the user knows where the SSDs are mounted."),
     ]
@@ -82,53 +82,55 @@ class NodeConfig(OptionModel):
             gt=0,
             le=1,
             description="Share of `dram_gib`, and of the capacity of each device, that a store "
-            "gets when it is first asked for. Where no share is left, the store that nobody has "
-            "used for longest gives up its memory, and its room on the drives if need be.",
+            "gets at its first use. If no share is left, the least recently used store gives up "
+            "its memory, and its space on the drives if needed.",
         ),
         Reason("Two models at a time, or one of twice the size after an option was set."),
     ] = 0.5
     shares: Annotated[
         dict[str, Annotated[float, Field(gt=0, le=1)]],
         Allowed('an object such as {"Qwen/Qwen3-8B": 0.75}'),
-        Field(description="The same for single models, by the name that vLLM was started with."),
-        Reason("Empty: all models alike."),
+        Field(description="Shares of single models, by the name that vLLM was started with."),
+        Reason("Empty: all models get the same share."),
     ] = {}  # noqa: RUF012 - pydantic copies it
     replicas: Annotated[
         Literal[1, 2],
-        Field(description="Copies of each block, on different devices, as for an engine."),
-        Reason("1: what is lost is computed again."),
+        Field(
+            description="Number of copies of each block, on different devices, as for an engine."
+        ),
+        Reason("1: lost blocks are recomputed."),
     ] = 1
     recover: Annotated[
         Literal["quiet", "strict", "none"],
-        Field(description="What opening a store does with damage, as for an engine."),
+        Field(description="Reaction to damage when a store is opened, as for an engine."),
         Reason("Nobody should have to repair a cache before it works."),
     ] = "quiet"
     admission: Annotated[
         Literal["all", "second_use"],
         Field(
-            description="Which blocks are written: `all`, or those that the engines computed a "
-            "second time lately, all engines of a store together."
+            description="Blocks that are written: `all`, or those that the engines of a store "
+            "together recently computed a second time."
         ),
         Reason("all: a prefix is found the first time that it is asked for again."),
     ] = "all"
     encryption: Annotated[
         EncryptionConfig | None,
         Field(
-            description="Encrypts what is stored, as for an engine. The node has the key; engines "
-            "need none."
+            description="Encryption of the stores, as for an engine. The node has the key; "
+            "engines need none."
         ),
         Reason("null: off."),
     ] = None
     io: Annotated[
         IoConfig,
-        Field(description="How bytes move between the devices and memory, as for an engine."),
+        Field(description="Transfer of bytes between the devices and memory, as for an engine."),
     ] = IoConfig()
     socket_mode: Annotated[
         str,
         Allowed('octal digits such as "0660"'),
         Field(
-            description="File mode of Unix sockets. Who may write to one may read all that the "
-            "store of its model holds, and take room in it."
+            description="File mode of Unix sockets. A user who may write to one can read "
+            "everything in the store of its model, and take space in it."
         ),
         AfterValidator(_mode),
         Reason("0600: engines of the same user."),
@@ -146,41 +148,47 @@ class NodeConfig(OptionModel):
         str | None,
         Allowed("host:port, or a port of 127.0.0.1"),
         Field(
-            description="Where Prometheus finds `/metrics`. It needs no keys and says no more than "
+            description="Address of `/metrics` for Prometheus. It needs no keys, and shows only "
             "names of models and numbers."
         ),
-        Reason("null: off; `ssdkv node status` shows what a person wants to know."),
+        Reason("null: off; `ssdkv node status` prints the state for people."),
     ] = None
     lease: Annotated[
         float,
         Field(
             ge=1,
             le=600,
-            description="Seconds after which an engine that sends nothing is taken for dead: what "
-            "it pinned is released, what it had not wholly saved is dropped. Engines say "
-            "something three times in that time.",
+            description="Seconds after which a silent engine counts as dead: the node releases "
+            "its pins and drops its unfinished writes. Engines send a message three times in that "
+            "time.",
         ),
-        Reason("A process that is stopped or swapped for 10 s has failed its requests as well."),
+        Reason(
+            "10: the requests of a process that is stopped or swapped for 10 s have failed as well."
+        ),
     ] = 10.0
     most_sessions: Annotated[
         int,
         Field(
             ge=1,
             le=16384,
-            description="Schedulers, workers and askers connected at a time; one more is refused.",
+            description="Maximum number of connections of schedulers, workers and status clients; "
+            "one more is refused.",
         ),
-        Reason("256: some thirty engines of eight GPUs, and a limit for a broken client."),
+        Reason("256: about thirty engines of eight GPUs, and a limit for a broken client."),
     ] = 256
     transfer: Annotated[
         int,
         Field(
             ge=MIB,
             le=64 * GIB,
-            description="Bytes that one worker may have on their way to the node at a time.",
+            description="Maximum number of bytes that one worker may have in flight to the node.",
         ),
         Allowed(SIZE_TEXT, is_size=True),
         BeforeValidator(parse_size),
-        Reason("256MiB: a prompt's chunk of a large model; it is memory of the engine, not ours."),
+        Reason(
+            "256MiB: a chunk of prefill of a large model. The memory is the engine's, not the "
+            "node's."
+        ),
     ] = 256 * MIB
     attend_gib: Annotated[
         float | None,
@@ -188,10 +196,10 @@ class NodeConfig(OptionModel):
         Field(
             gt=0,
             le=MAX_DRAM_GIB,
-            description='Memory of each worker of an engine with `offload` `{"kind": "node"}` for '
-            "pages that are attended to here: those that were read last stay. It comes on top of "
-            "`dram_gib`, and half as much again, at least 32 MiB, for what the engine tells of its "
-            "contexts and for calls.",
+            description="Memory for the pages that the node attends to, for each worker of an "
+            'engine with `offload` `{"kind": "node"}`; the most recently read pages stay. It '
+            "comes on top of `dram_gib`, and so does half as much again, at least 32 MiB, for "
+            "descriptions of contexts and for calls.",
         ),
         BeforeValidator(gib_or_none, json_schema_input_type=float | str | None),
         Reason("null: a quarter of `dram_gib`."),
@@ -201,20 +209,23 @@ class NodeConfig(OptionModel):
         Field(
             ge=1,
             le=1024,
-            description="Threads of each such worker that attend here, at most. Without the "
-            "system's OpenMP runtime (`libgomp1`) it is one.",
+            description="Maximum number of threads that attend here for each such worker. Without "
+            "the system's OpenMP runtime (`libgomp1`) it is one.",
         ),
-        Reason("null: half of the CPUs. DRAM's bandwidth is used up by then."),
+        Reason("null: half of the CPUs, which use up DRAM's bandwidth."),
     ] = None
     drain: Annotated[
         float,
         Field(
             ge=0,
             le=3600,
-            description="Seconds that SIGTERM gives to writes that were begun. Engines go on "
-            "without the node, and connect again when it is back.",
+            description="Seconds that SIGTERM gives to writes in progress. Engines continue "
+            "without the node, and reconnect when it is back.",
         ),
-        Reason("Below the 30 s that container runtimes wait, and longer than any healthy write."),
+        Reason(
+            "This is below the 30 s that container runtimes wait, and longer than any healthy "
+            "write."
+        ),
     ] = 20.0
 
     @classmethod

@@ -63,14 +63,15 @@ class OffloadFault(OptionModel):
     kind: Annotated[
         Literal["error", "rows", "stall", "hold"],
         Field(
-            description="`error` raises in place of an answer, `rows` answers with a row too few, "
-            "`stall` never begins, `hold` begins, and never gives the pages back."
+            description="Kind of fault. `error` raises an exception in place of an answer, `rows` "
+            "answers with one row too few, `stall` never begins, `hold` begins, and never returns "
+            "the pages."
         ),
         Reason("There is no harmless choice to default to."),
     ]
     after: Annotated[
         int,
-        Field(ge=0, description="Pieces of work that are done well before."),
+        Field(ge=0, description="Number of calls that succeed before the fault."),
         Reason("The fault begins at once."),
     ] = 0
 
@@ -83,30 +84,31 @@ class OffloadThrottle(OptionModel):
         Field(ge=1, description="Bytes of K and V attended to per second; null is no limit."),
         Allowed(SIZE_TEXT, is_size=True),
         BeforeValidator(size_or_none),
-        Reason("Only what is named is modelled."),
+        Reason("null: only the given limits are modelled."),
     ] = None
     latency: Annotated[
         float,
-        Field(ge=0, le=60, description="Seconds that every answer takes longer."),
-        Reason("Only what is named is modelled."),
+        Field(ge=0, le=60, description="Seconds that are added to every answer."),
+        Reason("0: only the given limits are modelled."),
     ] = 0.0
     profile: Annotated[
         DriveProfile | None,
         Field(
-            description="Drives of a paper, in place of bandwidth and latency: `instinfer` attends "
-            "to 7.66 GB/s of its flash, `smartssd` to 3.0. Each attends to its part of the pages."
+            description="Drives of a paper, in place of bandwidth and latency: `instinfer` "
+            "attends to 7.66 GB/s of its flash, `smartssd` to 3.0. Each attends to its part of "
+            "the pages."
         ),
-        Reason("Only what is named is modelled."),
+        Reason("null: only the given limits are modelled."),
     ] = None
     drives: Annotated[
         int,
-        Field(ge=1, le=MAX_DRIVES, description="Drives of the profile, side by side."),
+        Field(ge=1, le=MAX_DRIVES, description="Number of the profile's drives, side by side."),
         Reason("One is what the profile describes."),
     ] = 1
     dilation: Annotated[
         float,
-        Field(gt=0, description="Factor by which the profile's drives are slower than theirs."),
-        Reason("The numbers mean what they say."),
+        Field(gt=0, description="Factor by which the drives are slower than the profile's."),
+        Reason("1: the numbers are used as they are."),
     ] = 1.0
 
     @model_validator(mode="after")
@@ -135,94 +137,94 @@ class OffloadConfig(OptionModel):
         Allowed(names_text(DEVICES)),
         AfterValidator(partial(checked_name, DEVICES)),
         Field(
-            description="Device that attends. `host`: threads of this machine attend to what lies "
-            "in DRAM, and to what arrives from the drives, while the accelerator attends to its "
-            "window; queries and partial results travel in place of K and V. `fpga`: the kernels "
-            "of an FPGA attend to the same pages, run by a `backend`. They take float16 and "
-            "bfloat16, and heads of 64, 128 or 256 channels. `node`: the storage nodes of `nodes` "
-            "attend to what their drives have, and only queries and partial results travel. "
-            "A class of your own is given as `module:Class` (docs/guests.md)."
+            description="Device that attends. `host`: threads of this machine attend to the "
+            "contexts in DRAM, and to data as it arrives from the drives; queries and partial "
+            "results travel in place of K and V. `fpga`: the kernels of an FPGA attend to the "
+            "same pages, run by a `backend`; they take float16 and bfloat16, and heads of 64, 128 "
+            "or 256 channels. `node`: the storage nodes of `nodes` attend to the data on their "
+            "drives, and only queries and partial results travel. `module:Class` is a class of "
+            "your own (docs/guests.md)."
         ),
         Reason("host: it needs no other hardware."),
     ] = "host"
     backend: Annotated[
         FpgaBackend,
         Field(
-            description="Runs the kernels of `fpga`. `csim`: the HLS kernels, compiled for this "
-            "machine. `rtlsim`: the RTL, simulated clock by clock: slow, built by `make fpga`. "
-            "`xrt`: a card, by its XRT. None stands in for another."
+            description="Backend that runs the kernels of `fpga`. `csim`: the HLS kernels, "
+            "compiled for this machine. `rtlsim`: the RTL, simulated clock by clock: slow, built "
+            "by `make fpga`. `xrt`: a card, by its XRT. No backend is replaced by another."
         ),
-        Reason("csim: it is in every installation."),
+        Reason("csim: every installation has it."),
     ] = "csim"
     xclbin: Annotated[
         PathText | None,
         Allowed(PATH_TEXT),
-        Field(description="Kernels for the card of backend `xrt`, a file that v++ has linked."),
-        Reason("Only the user knows the card, and where its kernels are."),
+        Field(description="File of kernels that v++ has linked for the card of backend `xrt`."),
+        Reason("Only the user knows the card, and the place of its kernels."),
     ] = None
     card: Annotated[
         int,
         Field(
             ge=0,
             le=255,
-            description="Number of the card of backend `xrt`, as `xbutil` lists it. Of several "
-            "workers each takes the next one.",
+            description="Index of the card of backend `xrt`, as `xbutil` lists it. With several "
+            "workers, each takes the next one.",
         ),
-        Reason("0: the first, where there is one."),
+        Reason("0: the first card."),
     ] = 0
     peer: Annotated[
         bool,
         Field(
-            description="Drives write pages into the memory of the FPGA themselves, where the "
-            "device permits it; the kernel makes their checksums, and its answer counts once these "
-            "are right. Needs `share` 1, pages of 16 tokens, and a store that is not encrypted. "
-            "Chosen pages come through the host's memory in any case."
+            description="Drives write pages directly into the memory of the FPGA, if the device "
+            "permits it; the kernel computes their checksums, and its answer counts once these "
+            "are right. It needs `share` 1, pages of 16 tokens, and a store without encryption. "
+            "Chosen pages always come through the host's memory."
         ),
-        Reason("false: through the host's memory, which checks pages. It works with any card."),
+        Reason("false: the host's memory, where pages are verified. This works with any card."),
     ] = False
     kernel_deadline: Annotated[
         float,
         Field(
             gt=0,
             le=600,
-            description="Seconds that one call of a kernel may take before the FPGA is out of use.",
+            description="Seconds after which a call of a kernel takes the FPGA out of use.",
         ),
-        Reason("Far above a call on a card; a long context takes a simulation longer."),
+        Reason("This is far above a call on a card; a simulation takes longer for a long context."),
     ] = 60.0
     threads: Annotated[
         int | None,
         Field(
             ge=1,
             le=MAX_THREADS,
-            description="Threads of each worker that attend, at most; no more than the machine "
-            "has CPUs.",
+            description="Maximum number of threads of each worker that attend; no more than the "
+            "machine has CPUs.",
         ),
         AfterValidator(_threads),
         Reason(
-            "null: half of the CPUs, shared by the workers. DRAM's bandwidth is used up by then, "
-            "and vLLM needs the others."
+            "null: half of the CPUs, shared by the workers. They use up DRAM's bandwidth, and "
+            "vLLM needs the other CPUs."
         ),
     ] = None
     share: Annotated[
         Literal["auto"] | Annotated[float, Field(ge=0, le=1)],
         Field(
-            description="Share of what is attended to that the device attends to; the accelerator "
-            "attends to the rest. `auto` measures both, and has them end together. Contexts are "
-            "divided by blocks, those that are read from drives go one way together. Chosen pages "
-            "of a layer go one way as a whole, to the device from 0.5 on."
+            description="Share of the context that the device attends to; the accelerator attends "
+            "to the rest. `auto` measures both, and divides the work so that they end together. "
+            "Contexts are divided by blocks; blocks that are read from drives stay together. The "
+            "chosen pages of a layer stay together as well, and go to the device from 0.5 on."
         ),
         Allowed('"auto" or a number from 0 to 1'),
         BeforeValidator(_share),
-        Reason("auto: as fast as the faster of the two, or faster."),
+        Reason("auto: at least as fast as the faster of the two."),
     ] = "auto"
     x_share: Annotated[
         Literal["auto"] | Annotated[float, Field(ge=0, le=1)],
         Field(
             description="Share of the contexts whose requests store X, the input of each layer's "
-            "QKV projection, in place of K and V: half of the bytes of a model without grouped "
-            "queries. The accelerator projects it again in every step, while the device attends "
-            "to the other requests' contexts. Nobody finds such a context again. `auto`: as much "
-            "as ends at the same time, by measured rates; see docs/internals/xcache.md."
+            "QKV projection, in place of K and V. This halves the bytes of a model without "
+            "grouped queries. The accelerator projects X again in every step, while the device "
+            "attends to the contexts of other requests. Such a context is never found again. "
+            "`auto` balances the two by measured rates (docs/internals/xcache.md)."
         ),
         Allowed('"auto" or a number from 0 to 1'),
         BeforeValidator(_share),

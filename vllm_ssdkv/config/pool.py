@@ -39,7 +39,7 @@ class PooledNode(OptionModel):
     name: Annotated[
         str,
         Allowed(_NAME_TEXT),
-        Field(description="Name of the node in this pool; its folder is called so."),
+        Field(description="Name of the node in this pool, and of its folder."),
         AfterValidator(_name),
         Reason("Only the user knows it."),
     ]
@@ -48,7 +48,7 @@ class PooledNode(OptionModel):
         Allowed('"local", or what ssh or Ray call the machine'),
         Field(
             description="Machine of the node: `local`, a destination of ssh such as "
-            "`user@10.0.0.2`, or, of Ray, the IP address of one of its machines."
+            "`user@10.0.0.2`, or with Ray the IP address of one of its machines."
         ),
         AfterValidator(_host),
         Reason("local: this machine."),
@@ -56,7 +56,10 @@ class PooledNode(OptionModel):
     options: Annotated[
         dict[str, object],
         Allowed("an object of options of a node"),
-        Field(description="Its own options ([nodes.md](nodes.md)), before those of the pool."),
+        Field(
+            description="Options of this node ([nodes.md](nodes.md)); they override those of "
+            "the pool."
+        ),
         Reason("Empty: the pool's `options` for all."),
     ] = {}  # noqa: RUF012 - pydantic copies it
 
@@ -94,9 +97,9 @@ class PoolConfig(OptionModel):
     runner: Annotated[
         Literal["hosts", "kubernetes", "ray"],
         Field(
-            description="Who runs the nodes: `hosts` are processes of this machine and of others "
-            "through ssh, `kubernetes` gets manifests by kubectl, `ray` has an actor on the "
-            "machine of each node."
+            description="Runner of the nodes: `hosts` starts processes on this machine and on "
+            "others through ssh, `kubernetes` applies manifests by kubectl, `ray` starts an actor "
+            "on the machine of each node."
         ),
         Reason("hosts: it needs nothing but ssh."),
     ] = "hosts"
@@ -104,16 +107,19 @@ class PoolConfig(OptionModel):
         PathText | None,
         Allowed("a path, the same on each machine"),
         Field(
-            description="Folder on each machine with a folder for each node: its options, log and "
-            "socket. Made where it is not there. Required unless Kubernetes runs the nodes."
+            description="Folder on each machine with a folder for each node's options, log and "
+            "socket. It is created if missing. It is required unless Kubernetes runs the nodes."
         ),
-        Reason("null: of Kubernetes there is none."),
+        Reason("null: Kubernetes has none."),
     ] = None
     options: Annotated[
         dict[str, object],
         Allowed("an object of options of a node"),
-        Field(description="Options ([nodes.md](nodes.md)) of all nodes that have no other."),
-        Reason("Empty: what a node says itself."),
+        Field(
+            description="Options ([nodes.md](nodes.md)) that all nodes share unless they have "
+            "their own."
+        ),
+        Reason("Empty: the defaults of the node."),
     ] = {}  # noqa: RUF012 - pydantic copies it
     nodes: Annotated[
         tuple[PooledNode, ...],
@@ -121,9 +127,9 @@ class PoolConfig(OptionModel):
         Field(
             strict=False,
             max_length=MAX_NODES,
-            description="The nodes, a list that does not change by itself.",
+            description="Nodes of the pool, a fixed list.",
         ),
-        Reason("Empty: of Kubernetes, where the manifests say how many there are."),
+        Reason("Empty: with Kubernetes, the manifests say how many there are."),
     ] = ()
     ssh: Annotated[
         tuple[str, ...],
@@ -132,18 +138,18 @@ class PoolConfig(OptionModel):
             strict=False,
             min_length=1,
             max_length=64,
-            description="Command that reaches a host: the host and a command follow.",
+            description="Command that reaches a host; the host and the remote command follow.",
         ),
         Reason("A pool must not wait for a password."),
     ] = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
     program: Annotated[
         str,
-        Field(min_length=1, description="The command `ssdkv` on hosts that ssh reaches."),
-        Reason("It is in the PATH of the user there."),
+        Field(min_length=1, description="Command that starts `ssdkv` on hosts that ssh reaches."),
+        Reason("ssdkv: it is in the PATH of the user there."),
     ] = "ssdkv"
     kubernetes: Annotated[
         KubernetesPool | None,
-        Field(description="The cluster, if Kubernetes runs the nodes."),
+        Field(description="Cluster of the nodes, if Kubernetes runs them."),
         Reason("null: there is none."),
     ] = None
 

@@ -49,7 +49,7 @@ def _overrides(
 def _asked(override: _Override, name: str, field: FieldInfo) -> Any:  # noqa: ANN401 - a declaration
     """Declare an option of requests like that of the engine, with None for "as the engine"."""
     path = f"{override.group}.{name}".lstrip(".")
-    said = Field(description=f"As the option `{path}`.")
+    said = Field(description=f"Value of the option `{path}` for this request.")
     marks = override.mark.instead or tuple(field.metadata)
     kept = [mark for mark in marks if not isinstance(mark, Condition | PerRequest | Reason)]
     return Annotated[(Optional[field.annotation], *kept, said)], None  # noqa: UP045 - a value

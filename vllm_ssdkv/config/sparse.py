@@ -77,12 +77,12 @@ class ScoringConfig(OptionModel):
     scorer: Annotated[
         ScorerName,
         Field(
-            description="By what `adaptive` and `swarm` score pages; as the selector of that name "
-            "does."
+            description="Scores by which `adaptive` and `swarm` rank pages: those of the selector "
+            "of that name."
         ),
         Reason(
-            "codes: what `adaptive` estimates by it is so; by `sparf` it stops before it has found "
-            "what the query looks for (docs/accuracy.md). It takes about as little memory as "
+            "codes: `adaptive` gets a correct estimate from it; from `sparf` it stops before it "
+            "has found the relevant pages (docs/accuracy.md). It takes about as little memory as "
             "`bounds` and `spread`."
         ),
         _TAKES_A_SCORER,
@@ -90,11 +90,11 @@ class ScoringConfig(OptionModel):
     code_bits: Annotated[
         Literal[1, 2, 4],
         Field(
-            description="Bits in which `codes` has each number of K. A store made with one number "
-            "cannot be used with another."
+            description="Bits per number of K in `codes`. A store made with one value cannot be "
+            "used with another."
         ),
         Reason(
-            "2: it answers what exact attention answers, from a thirteenth of the KV "
+            "2: it gives the answers of exact attention from a thirteenth of the KV "
             "(docs/accuracy.md). 1 bit takes about half of that, 4 bits take twice as much."
         ),
         _SCORES_CODES,
@@ -102,10 +102,11 @@ class ScoringConfig(OptionModel):
     estimate_rest: Annotated[
         bool,
         Field(
-            description="With `sparf` and `spread`, what a query does not attend to counts as the "
-            "mean V of all tokens, weighted by the mass that scores give to it (step 5 of SparQ). "
-            "Summaries of `spread` then hold a sum of V for each block, 1/(block size) of the KV "
-            "more: its store made with it cannot be used without, nor the other way."
+            description="Approximate the tokens that a query does not attend to by the mean V of "
+            "all tokens, weighted by the mass that scores give them (`sparf` and `spread`; step 5 "
+            "of SparQ). Summaries of `spread` then hold a sum of V for each block, 1/(block size) "
+            "of the KV more. A store of `spread` made with it cannot be used without it, nor the "
+            "reverse."
         ),
         Reason(
             "false: with `sparf` it makes the distance from exact attention on text 1.6 times as "
@@ -117,8 +118,8 @@ class ScoringConfig(OptionModel):
         int | None,
         Field(
             ge=1,
-            description="Channels of K from which `sparf` scores tokens, for each KV head: those "
-            "in which the query is largest.",
+            description="Number of channels of K from which `sparf` scores tokens, for each KV "
+            "head: those in which the query is largest.",
         ),
         Reason("null: an eighth of the head size, 16 of 128 channels; no paper gives a default."),
         _SCORES_CHANNELS,
@@ -126,19 +127,20 @@ class ScoringConfig(OptionModel):
     granularity: Annotated[
         Literal["page", "token"],
         Field(
-            description="What `sparf` chooses and counts. `token` attends to the chosen tokens "
-            "only, and reads every page that holds one; `adaptive` chooses pages in any case."
+            description="Unit that `sparf` chooses and counts. `token` attends to the chosen "
+            "tokens only, and reads every page that holds one; `adaptive` chooses pages in any "
+            "case."
         ),
-        Reason("page: reads the budget and no more. Single tokens touch many pages."),
+        Reason("page: reads stay within the budget. Single tokens touch many pages."),
         _SCORES_CHANNELS,
     ] = "page"
     channel_pages: Annotated[
         Literal["dram", "ssd"],
         Field(
-            description="Where the second copy of K is read from that `sparf` scores by. `dram`: a "
-            "part of `summaries`. `ssd`: pages that hold a chosen channel are read for every "
-            "token; a page has 2 x head size x page_tokens / block size channels, so this wants "
-            "blocks of 1024 tokens and more. The store is the same."
+            description="Place of the second copy of K by which `sparf` scores. `dram` keeps it "
+            "in `summaries`. `ssd` reads the pages that hold a chosen channel for every token. A "
+            "page has 2 x head size x page_tokens / block size channels, so this needs blocks of "
+            "1024 tokens and more. The store is the same."
         ),
         Reason("dram: the channels of a token are spread over the whole context."),
         _SCORES_CHANNELS,
@@ -154,11 +156,11 @@ class SparseConfig(ScoringConfig):
             gt=0,
             le=1,
             description="Share of a request's tokens that a query attends to, for each KV head. "
-            "The window in HBM counts: the rest is chosen from the context, in whole pages.",
+            "It includes the window in HBM: the rest is chosen from the context, in whole pages.",
         ),
         Reason(
-            "An eighth: the largest saving at which the methods that this follows still report "
-            "answers close to those of full attention (docs/accuracy.md has ours)."
+            "An eighth: the largest saving at which the published methods still report answers "
+            "close to those of full attention (docs/accuracy.md has ours)."
         ),
         _CHOOSES,
         _SHARE_COUNTS,
@@ -166,8 +168,8 @@ class SparseConfig(ScoringConfig):
     ] = 0.125
     budget_tokens: Annotated[
         int | None,
-        Field(ge=1, description="The same as a number of tokens; then `budget` is not used."),
-        Reason("null: what a query needs grows with its context."),
+        Field(ge=1, description="Budget as a number of tokens; it replaces `budget`."),
+        Reason("null: a query needs more tokens from a longer context."),
         _CHOOSES,
         PerRequest(),
     ] = None
@@ -177,13 +179,13 @@ class SparseConfig(ScoringConfig):
             gt=0,
             le=1,
             description="Share of the attention, by the selector's estimate, that `adaptive` "
-            "covers with as few pages as it takes, within `floor` and `budget`.",
+            "covers with as few pages as possible, within `floor` and `budget`.",
         ),
         Reason(
-            "0.9: chosen before `codes` were there. For single words in a long text take 0.95, "
-            "which answered what exact attention answers from a tenth of the pages "
-            "(docs/accuracy.md). The estimate by `codes` is true, that by `sparf` too high; with "
-            "`bounds` pages that do not matter look as if they did."
+            "0.9: chosen before `codes` existed. To find single words in a long text take 0.95, "
+            "which gave the answers of exact attention from a tenth of the pages "
+            "(docs/accuracy.md). The estimate by `codes` is correct and that by `sparf` too high; "
+            "`bounds` overrates irrelevant pages."
         ),
         _CHOOSES,
     ] = 0.9
@@ -192,8 +194,8 @@ class SparseConfig(ScoringConfig):
         Field(
             gt=0,
             le=1,
-            description="Share of the context, which the window is not a part of, that `adaptive` "
-            "chooses at least, as far as `budget` allows.",
+            description="Minimum share of the context outside the window that `adaptive` chooses, "
+            "as far as `budget` allows.",
         ),
         Reason("A 32nd: where one page seems to be enough, the estimate may be wrong."),
         _CHOOSES,
@@ -202,13 +204,14 @@ class SparseConfig(ScoringConfig):
         int | None,
         Field(
             ge=0,
-            description="Requests of fewer tokens attend to everything, as with `exact`.",
+            description="Number of tokens below which a request attends to everything, as with "
+            "`exact`.",
         ),
         Reason(
-            "null: the length at which the budget is twice the window, and no less than 4,096. "
-            "Below the one most of the budget is what HBM holds anyway, and little would be chosen "
-            "from the context. Below the other choosing takes longer than attending to everything "
-            "where DRAM holds it (measured by `ssdkv bench decode` for one request at a time)."
+            "null: the length at which the budget is twice the window, and at least 4,096. Below "
+            "that length HBM holds most of the budget anyway, and little would be chosen from the "
+            "context. Below 4,096 choosing takes longer than attending to everything in DRAM "
+            "(measured by `ssdkv bench decode` for one request at a time)."
         ),
         _CHOOSES,
     ] = None
@@ -216,27 +219,26 @@ class SparseConfig(ScoringConfig):
         int,
         Field(
             ge=0,
-            description="First tokens of a request, rounded up to pages, that are always chosen "
-            "where the budget allows.",
+            description="Number of a request's first tokens, rounded up to pages, that are always "
+            "chosen if the budget allows.",
         ),
-        Reason(
-            "Most models put attention there that belongs nowhere; one page holds those tokens."
-        ),
+        Reason("16: most models park unneeded attention there; one page holds those tokens."),
         _CHOOSES,
     ] = 16
     token_order: Annotated[
         Literal["position", "keys", "coactivation"],
         Field(
-            description="Which tokens of a block share a page, for each layer and KV head: "
-            "neighbours (`position`), those with alike K (`keys`), or those that the last queries "
-            "of the prompt's step attended to together (`coactivation`; blocks that decoding "
-            "completes go by K). The pages of `sink_tokens` and layers with a sliding window keep "
-            "their tokens. A store made with one cannot be used with another."
+            description="Order of a block's tokens, which decides the tokens that share a page, "
+            "for each layer and KV head. `position` groups neighbours, `keys` tokens with similar "
+            "K, `coactivation` tokens that the last queries of the prompt's step attended to "
+            "together (blocks that decoding completes use K). The pages of `sink_tokens` and "
+            "layers with a sliding window keep their tokens. A store made with one order cannot "
+            "be used with another."
         ),
         Reason(
-            "keys: the same bytes say more. On text it took 20 % off the distance of `sparf` from "
-            "exact attention, and 41 % off that of `spread`, with blocks of 128 tokens; blocks of "
-            "one page have nothing to gain "
+            "keys: the same bytes carry more attention. On text, with blocks of 128 tokens, it "
+            "took 20 % off the distance of `sparf` from exact attention, and 41 % off that of "
+            "`spread`; blocks of one page gain nothing "
             "(docs/decisions/018-tokens-by-key-and-no-mean-v.md)."
         ),
         _CHOOSES,
@@ -245,12 +247,12 @@ class SparseConfig(ScoringConfig):
         int,
         Field(
             ge=0,
-            description="First layers in which every query attends to everything; layers with a "
-            "sliding window do not count.",
+            description="Number of first layers in which every query attends to everything; "
+            "layers with a sliding window do not count.",
         ),
         Reason(
-            "0: the budget is what it says. Some models spread attention in their first one or two "
-            "layers; each costs a full read of the context in that layer."
+            "0: all layers keep to the budget. Some models spread attention in their first one or "
+            "two layers; each costs a full read of the context in that layer."
         ),
         _CHOOSES,
     ] = 0
@@ -258,13 +260,14 @@ class SparseConfig(ScoringConfig):
         int,
         Field(
             ge=1,
-            description="Tokens for which a choice of pages is kept, the one whose query chose "
-            "included; what leaves the window meanwhile is attended to as well. 1: every query "
-            "chooses.",
+            description="Number of tokens for which a choice of pages is kept, including the one "
+            "that chose; tokens that leave the window meanwhile are attended to as well. With 1 "
+            "every query chooses.",
         ),
         Reason(
-            "1: every token attends to what its own query chose. More spares time and reads; what "
-            "it costs in answers, `ssdkv bench accuracy --reuse-steps` says for the demo's model."
+            "1: every token attends to the choice of its own query. More saves time and reads; "
+            "`ssdkv bench accuracy --reuse-steps` measures the loss of accuracy for the demo's "
+            "model."
         ),
         _CHOOSES,
     ] = 1
@@ -273,13 +276,14 @@ class SparseConfig(ScoringConfig):
         Field(
             ge=0,
             le=1,
-            description="A query chooses at once if its cosine with the query that chose, the mean "
-            "over a KV head's query heads, is less than this for any KV head of the layer.",
+            description="Select again when the query's similarity falls below this: the cosine "
+            "with the query that chose, averaged over a KV head's query heads, for any KV head of "
+            "the layer.",
         ),
         Reason(
             "0.8: neighbouring queries of language models are reported to have 0.84 on average. "
-            "Those of the demo's model look up something else nearly every time: the medians of "
-            "its three layers are 0.76, 0.17 and -0.06, so it reuses next to nothing."
+            "Queries of the demo's model differ nearly every time: the medians of its three "
+            "layers are 0.76, 0.17 and -0.06, so it reuses next to nothing."
         ),
         _CHOOSES,
         _REUSES,
@@ -288,18 +292,18 @@ class SparseConfig(ScoringConfig):
         int | None,
         Field(
             ge=MIN_PART,
-            description="Memory per worker for single pages that were read, a part of dram_gib.",
+            description="Memory per worker for single pages that were read, part of dram_gib.",
         ),
         Allowed(SIZE_TEXT, is_size=True),
         BeforeValidator(size_or_none),
         Reason(
-            "null: four fifths of what `io.staging` and `summaries` leave of dram_gib, and no more "
-            "than the contexts that can run at a time; the rest is for whole blocks, which are "
-            "written from there, found again, and read by requests that attend to everything. "
-            "While requests that choose need less, all but a 32nd of it is for whole blocks, too; "
-            "what is given is for single pages only. A "
-            "step mostly needs the pages of the step before, which then are not read again, if "
-            "there is room for all of them: with half of that, it took three times as long."
+            "null: four fifths of dram_gib after `io.staging` and `summaries`, at most the "
+            "contexts that can run at a time. The rest holds whole blocks, which are written from "
+            "there, found again, and read by requests that attend to everything. While requests "
+            "that choose need less, whole blocks also use all but a 32nd of it; a given size is "
+            "for single pages only. A step mostly needs the pages of the step before, and does "
+            "not read them again if all of them fit: with half of that memory, it took three "
+            "times as long."
         ),
         _CHOOSES,
     ] = None
@@ -307,16 +311,16 @@ class SparseConfig(ScoringConfig):
         int | None,
         Field(
             ge=MIN_PART,
-            description="Memory of the GPU per worker for single pages that were chosen, so that "
-            "they need not cross PCIe again; beside what vLLM takes, so lower its "
-            "--gpu-memory-utilization by as much. On a CPU a piece of DRAM beside `dram_gib`, "
-            "which gains nothing.",
+            description="GPU memory per worker for single chosen pages, so that they need not "
+            "cross PCIe again. It comes on top of vLLM's memory, so lower "
+            "--gpu-memory-utilization by as much. On a CPU it is DRAM beside `dram_gib`, and "
+            "gains nothing.",
         ),
         Allowed(SIZE_TEXT, is_size=True),
         BeforeValidator(size_or_none),
         Reason(
-            "null: none. It helps from the size on of what a step chooses in all layers together; "
-            "with less, pages mostly make room for others before they are chosen again."
+            "null: none. It helps once it holds the pages that a step chooses in all layers "
+            "together; if it is smaller, most pages are evicted before they are chosen again."
         ),
         _CHOOSES,
     ] = None
@@ -324,47 +328,46 @@ class SparseConfig(ScoringConfig):
         int,
         Field(
             ge=0,
-            description="Memory of the GPU per worker for the summaries of `bounds`, `window`, "
-            "`spread` and `codes`, which then need not cross PCIe for every token, nor take a part "
-            "of dram_gib. It is taken before vLLM measures what is left for its KV cache, and "
-            "counts in --gpu-memory-utilization. Summaries stay in DRAM where the GPU has no room "
-            "for this, where it would hold those of fewer blocks than DRAM, and on a CPU. 0: DRAM.",
+            description="GPU memory per worker for the summaries of `bounds`, `window`, `spread` "
+            "and `codes`, which then neither cross PCIe for every token nor take part of "
+            "dram_gib. It is taken before vLLM measures the memory for its KV cache, and counts "
+            "in --gpu-memory-utilization. Summaries stay in DRAM on a CPU, if the GPU has no room "
+            "for this, or if it would hold those of fewer blocks than DRAM. 0 keeps them in DRAM.",
         ),
         Allowed(SIZE_TEXT, is_size=True),
         BeforeValidator(parse_size),
         Reason(
-            "0: what it gains was not measured, and the KV cache is smaller by as much. Bounds "
-            "take 1/page_tokens of the KV of all contexts that are chosen from."
+            "0: the gain was not measured, and the KV cache is smaller by as much. Bounds take "
+            "1/page_tokens of the KV of all contexts that are chosen from."
         ),
         _KEEPS_RECORDS,
     ] = 0
     page_policy: Annotated[
         Literal["lru", "frequency", "decay"],
         Field(
-            description="Which single page makes room for another, in `page_cache` and in "
-            "`hbm_pages`: `lru` the one that was chosen longest ago; `decay` the one that was "
-            "chosen least often, where each token takes three tenths off what was counted before "
-            "it; `frequency` the one with the least frequency times time of a read, where the "
-            "frequency grows by one when a page is chosen and falls by one per token when it is "
-            "cached and not chosen (Swarm)."
+            description="Eviction policy for single pages, in `page_cache` and in `hbm_pages`. "
+            "`lru` evicts the page chosen longest ago. `decay` evicts the page chosen least "
+            "often; each token takes three tenths off the earlier count. `frequency` evicts the "
+            "page with the smallest frequency times read time; the frequency grows by one when a "
+            "page is chosen and falls by one per token when it is cached and not chosen (Swarm)."
         ),
         Reason(
-            "lru: what a query chooses, the next one mostly chooses again, and what requests that "
-            "have ended chose often is gone sooner. `decay` where the cache has room for less than "
-            "a step chooses in all layers together: there `lru` finds nothing again."
+            "lru: the next query mostly chooses the same pages, and pages of ended requests go "
+            "sooner. Take `decay` if the cache holds less than a step chooses in all layers "
+            "together: there `lru` finds nothing again."
         ),
         _CHOOSES,
     ] = "lru"
     prefetch: Annotated[
         bool,
         Field(
-            description="While a layer is attended to, read what the request chose in the next "
-            "layer for its token before, where DRAM has it no more; and, as far as devices would "
-            "be idle, what came next by the scores of that choice.",
+            description="Prefetch: while a layer is attended to, read the pages that the request "
+            "chose in the next layer for its token before, if they are no longer in DRAM; and, as "
+            "far as devices would be idle, the next best pages by the scores of that choice.",
         ),
         Reason(
-            "true: it hides time of the drives. Wrong guesses cost bandwidth: with drives that "
-            "others need more, turn it off."
+            "true: it hides the latency of the drives. Wrong predictions cost bandwidth: turn it "
+            "off if others need the drives more."
         ),
         _CHOOSES,
     ] = True
@@ -372,20 +375,20 @@ class SparseConfig(ScoringConfig):
         int | None,
         Field(
             ge=MIN_PART,
-            description="Memory per worker for what selectors know of pages, a part of dram_gib. "
-            "Those of `bounds` and `spread` take 1/page_tokens of the KV that they stand for, "
-            "codes of 2 bits a thirteenth, the channels of `sparf` half "
-            "of it. Requests for which there is no room attend to everything.",
+            description="Memory per worker for the selectors' data about pages, part of dram_gib. "
+            "Summaries of `bounds` and `spread` take 1/page_tokens of their KV, codes of 2 bits a "
+            "thirteenth, the channels of `sparf` half of it. Requests that find no room attend to "
+            "everything.",
         ),
         Allowed(SIZE_TEXT, is_size=True),
         BeforeValidator(size_or_none),
         Reason(
-            "null: those of the contexts of as many requests of `--max-model-len` as can run at a "
-            "time, by `--max-num-seqs` and by the room in HBM for their windows, but at most two "
-            "fifths of what `io.staging` leaves of dram_gib, or more for channels, which are "
-            "larger (docs/sizing.md). A request that cannot choose reads its whole context for "
-            "every token. While fewer or shorter contexts run, the rest is for whole blocks, too; "
-            "what is given is for summaries only."
+            "null: enough for as many requests of `--max-model-len` as can run at a time, by "
+            "`--max-num-seqs` and by the room in HBM for their windows. It is at most two fifths "
+            "of dram_gib after `io.staging`, or more for channels, which are larger "
+            "(docs/sizing.md). A request that cannot choose reads its whole context for every "
+            "token. While fewer or shorter contexts run, whole blocks also use the rest; a given "
+            "size is for summaries only."
         ),
         _CHOOSES,
     ] = None
@@ -394,11 +397,11 @@ class SparseConfig(ScoringConfig):
         Field(
             gt=0,
             le=1,
-            description="Distance below which `swarm` puts pages into a cluster: 1 less the share "
-            "of queries that chose both, as `cluster_affinity` counts it.",
+            description="Distance below which `swarm` puts pages into a cluster: 1 minus the "
+            "share of queries that chose both, as `cluster_affinity` counts it.",
         ),
         Reason(
-            "0.5: pages that at least half of the queries chose together. The paper names no value."
+            "0.5: at least half of the queries chose the pages together. The paper names no value."
         ),
         _CHOOSES,
     ] = 0.5
@@ -407,7 +410,8 @@ class SparseConfig(ScoringConfig):
         Field(
             ge=1,
             le=64,
-            description="Most pages of a cluster of `swarm`. 1: each page is by itself.",
+            description="Maximum number of pages in a cluster of `swarm`. With 1 each page is by "
+            "itself.",
         ),
         Reason(
             "8: larger clusters bring more pages that the query does not need, and take more "
@@ -418,22 +422,24 @@ class SparseConfig(ScoringConfig):
     cluster_score: Annotated[
         Literal["members", "medoid"],
         Field(
-            description="Score of a cluster of `swarm`: the mean of its pages' scores, or that of "
-            "the page in its middle, as in the paper."
+            description="Score of a cluster of `swarm`: the mean of its pages' scores, or the "
+            "score of its middle page, as in the paper."
         ),
-        Reason("members: found more of the attention on most texts (docs/internals/clusters.md)."),
+        Reason(
+            "members: it found more of the attention on most texts (docs/internals/clusters.md)."
+        ),
         _CHOOSES,
     ] = "members"
     cluster_affinity: Annotated[
         Literal["jaccard", "conditional"],
         Field(
-            description="How much two pages belong together for `swarm`: queries that chose both "
-            "of those that chose either (`jaccard`), or of those that chose the rarer one "
+            description="Affinity of two pages for `swarm`: the queries that chose both, as a "
+            "share of those that chose either (`jaccard`) or of those that chose the rarer one "
             "(`conditional`, after the paper)."
         ),
         Reason(
-            "conditional: as in the paper, and the one by which pages have company: by `jaccard` "
-            "hardly any has at a threshold of 0.5 (docs/clusters.md)."
+            "conditional: as in the paper, and the one that finds clusters: `jaccard` finds "
+            "hardly any at a threshold of 0.5 (docs/clusters.md)."
         ),
         _CHOOSES,
     ] = "conditional"

@@ -47,10 +47,10 @@ def test_every_command_has_its_section_and_every_option_its_row() -> None:
 
 def test_the_page_tells_defaults() -> None:
     page = commands_page()
-    assert "| `--interval INTERVAL` | Seconds between two looks. | `2.0` |" in page
-    assert "| `--model MODEL` | The model, as vLLM takes it. | required |" in page
+    assert "| `--interval INTERVAL` | Seconds between two samples. | `2.0` |" in page
+    assert "| `--model MODEL` | Model, as vLLM takes it. | required |" in page
     assert "`OPENAI_API_KEY`" in page
-    assert "| `--latency LATENCY` | Of it, in seconds. | `0.02` |" in page
+    assert "| `--latency LATENCY` | Latency of the slowed drive, in seconds. | `0.02` |" in page
 
 
 def test_everything_that_prints_results_prints_json() -> None:

@@ -42,42 +42,44 @@ _OWN: Final = {"budget": "--budgets", "budget_tokens": "--budgets", "summaries":
 def accuracy(
     directory: DirectoryOption = None,
     suite: Annotated[
-        str, typer.Option(help=f"Of {', '.join((_RECALL, *SUITES))}, separated by commas.")
+        str,
+        typer.Option(help=f"Test suites, separated by commas: {', '.join((_RECALL, *SUITES))}."),
     ] = _RECALL,
     model: Annotated[
         Path | None,
         typer.Option(
             parser=arguments.directory,
             metavar="DIR",
-            help="Model of the suites of real text; `make text-model` makes one.",
+            help="Model for the suites of real text; `make text-model` builds one.",
         ),
     ] = None,
     contexts: Annotated[
         str | None,
         typer.Option(
-            help=f"Lengths of the prompts in tokens; default: {_CONTEXTS}; of real text: "
-            f"{_TEXT_CONTEXTS}."
+            help=f"Prompt lengths in tokens; default: {_CONTEXTS}, for real text {_TEXT_CONTEXTS}."
         ),
     ] = None,
     selectors: SelectorsOption = _SELECTORS,
     budgets: Annotated[
         str | None,
         typer.Option(
-            help=f"Shares of the tokens; default: {_BUDGETS}; of real text: {_TEXT_BUDGETS}."
+            help=f"Budgets as shares of the tokens; default: {_BUDGETS}, for real text "
+            f"{_TEXT_BUDGETS}."
         ),
     ] = None,
     beside_window: Annotated[
         bool,
         typer.Option(
             "--beside-window",
-            help="Budgets of real text are shares of what the window does not hold, on top of it.",
+            help="Take budgets of real text as shares of the tokens outside the window, which are "
+            "added to it.",
         ),
     ] = False,
     questions: Annotated[
         str | None,
         typer.Option(
-            help=f"Of each task: one number, or one for each length; default: {_QUESTIONS}; of "
-            f"real text one number, about each document: {len(NEEDLES)}."
+            help=f"Questions per task: one number, or one for each length; default: {_QUESTIONS}. "
+            f"Real text takes one number of questions per document; default: {len(NEEDLES)}."
         ),
     ] = None,
     window: Annotated[
@@ -86,19 +88,19 @@ def accuracy(
             "--window",
             min=1,
             max=8192,
-            help=f"Newest tokens that every query attends to; default: {WINDOW}; of real text: "
+            help=f"Newest tokens that every query attends to; default: {WINDOW}, for real text "
             f"{text_accuracy.WINDOW}.",
         ),
     ] = None,
     block_tokens: Annotated[
-        int, typer.Option(min=16, max=4096, help="Of vLLM's blocks.")
+        int, typer.Option(min=16, max=4096, help="Tokens per vLLM block.")
     ] = BLOCK_TOKENS,
     compare_every: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Steps from one comparison with exact attention to the next, with suites recall "
-            f"and text; 0: none. Default: {recall_accuracy.COMPARE_EVERY}; of text: 0, since it "
+            help="Steps between comparisons with exact attention, in the suites recall and text; "
+            f"0 makes none. Default: {recall_accuracy.COMPARE_EVERY}; for text 0, since each one "
             "reads whole contexts.",
         ),
     ] = None,
@@ -115,29 +117,30 @@ def accuracy(
         bool,
         typer.Option(
             "--quick",
-            help="4 questions at 2048 and 4096 tokens, budget 1/8; real text: 2048 tokens, 5 %.",
+            help="Ask 4 questions at 2048 and 4096 tokens with budget 1/8; real text: 2048 "
+            "tokens, 5 %.",
         ),
     ] = False,
     as_json: arguments.Json = False,
     plot_file: PlotOption = None,
 ) -> None:
-    """Ask with each selector and budget: how many answers are right, and how far from dense.
+    """Measure the accuracy of each selector and budget: right answers, and distance from dense.
 
     Suite `recall` asks the recall model. An answer is right when all of its tokens are. Its first
-    token comes from the prompt, which is exact, the others from sparse decode. In some steps
-    (--compare-every) the attention that was computed is compared with exact attention over the same
-    context: `error` is the relative L2 distance of the outputs, the mean over layers and heads,
-    `mass` the share of the softmax that window and chosen pages have, `estimate` that share by the
-    selector's own estimate (of recall in --json only), `recall` what the chosen pages have of what
-    the best choice of as many has.
+    token comes from the prompt, which is exact, the others from sparse decode. Some steps
+    (--compare-every) compare the computed attention with exact attention over the same context.
+    `error` is the relative L2 distance of the outputs, the mean over layers and heads. `mass` is
+    the share of the softmax in the window and the chosen pages, and `estimate` that share by the
+    selector's own estimate (for recall in --json only). `recall` is the mass of the chosen pages
+    over that of the best choice of the same size.
 
     The other suites force the right continuation of real text on the model given by --model, and
-    compare the log-probabilities of all words with those of exact attention. `text`: four documents
-    of prose and code; `KL` is the divergence per token in nats, `loss` what the forced tokens lose,
-    `same` the share of equal first choices. `needles`: numbers in the first half of a document.
-    `json`: fields of a table in a document. A number or field is right when all of its tokens are
-    the model's first choice. `read` is what the chosen pages have in bytes for each token that is
-    decoded, `DRAM` what summaries take of it as a share of the KV.
+    compare the log-probabilities of all words with those of exact attention. `text` has four
+    documents of prose and code: `KL` is the divergence per token in nats, `loss` the loss of the
+    forced tokens, `same` the share of equal first choices. `needles` asks for numbers in the first
+    half of a document, `json` for fields of a table in a document. A number or field is right when
+    all of its tokens are the model's first choice. `read` is the size of the chosen pages for each
+    decoded token, `DRAM` the summaries' share of the KV.
     """
     from vllm_ssdkv.profiling.rig.plot import require_plot
 

@@ -92,7 +92,7 @@ PlotOption = Annotated[
         "--plot",
         parser=arguments.file_to_write,
         metavar="FILE",
-        help="Draw the figures: .png, .svg or .pdf.",
+        help="File for the charts: .png, .svg or .pdf.",
     ),
 ]
 
@@ -102,50 +102,56 @@ def io(
     directory: Annotated[
         list[Path],
         typer.Argument(
-            parser=arguments.directory_to_write, metavar="DIR...", help="A directory on each SSD."
+            parser=arguments.directory_to_write, metavar="DIR...", help="Directory on each SSD."
         ),
     ],
     size: Annotated[
-        str | None, typer.Option(help="I/O sizes, e.g. 4KiB,1MiB; 4KiB to 4MiB if not given.")
+        str | None, typer.Option(help="I/O sizes, such as 4KiB,1MiB; default: 4KiB to 4MiB.")
     ] = None,
     depths: Annotated[
         str | None,
-        typer.Option(help="Requests in flight per SSD, e.g. 1,64; 1,16,64 if not given."),
+        typer.Option(help="Requests in flight per SSD, such as 1,64; default: 1,16,64."),
     ] = None,
-    ops: Annotated[str, typer.Option(help="read, write or both.")] = "read,write",
-    repeats: Annotated[int, typer.Option(min=1, max=100, help="Runs; medians are shown.")] = 3,
+    ops: Annotated[
+        str, typer.Option(help="Operations to measure: read, write or both.")
+    ] = "read,write",
+    repeats: Annotated[
+        int, typer.Option(min=1, max=100, help="Number of runs; the table shows medians.")
+    ] = 3,
     seconds: Annotated[
-        float | None, typer.Option(min=0.01, max=60, help="Of each run; 1 if not given.")
+        float | None,
+        typer.Option(min=0.01, max=60, help="Duration of each run in seconds; default: 1."),
     ] = None,
     file_size: Annotated[
         int | None,
         typer.Option(
             parser=arguments.size,
             metavar="SIZE",
-            help="Of the test file on each SSD; 1GiB if not given.",
+            help="Size of the test file on each SSD; default: 1GiB.",
         ),
     ] = None,
     only: Annotated[
-        str | None, typer.Option(help="Who takes part, e.g. 'fio,ssdkv threads'.")
+        str | None, typer.Option(help="Contenders to measure, such as 'fio,ssdkv threads'.")
     ] = None,
     emulate: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=_MAX_DEVICES,
-            help="Emulate so many SSDs inside our engines, with files in the directories.",
+            help="Number of SSDs to emulate inside our engines, with files in the directories.",
         ),
     ] = None,
     as_json: arguments.Json = False,
     plot_file: PlotOption = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Two sizes, one depth, 64 MiB, 0.2 s a run.")
+        bool,
+        typer.Option("--quick", help="Measure two sizes at one depth with 64 MiB and 0.2 s a run."),
     ] = False,
 ) -> None:
     """Read and write test files with our engines, fio and others, in turns on the same files.
 
-    Every SSD gets a file that is written once, used by everybody, and removed. Buffers are on huge
-    pages for everybody. Exits with 1 when a contender fails.
+    Every SSD gets a file that is written once, used by all contenders, and removed. All buffers are
+    on huge pages. Exits with 1 when a contender fails.
     """
     from vllm_ssdkv.profiling.bench_io.bench import Settings, failures, run_bench
     from vllm_ssdkv.profiling.bench_io.model import GEN4

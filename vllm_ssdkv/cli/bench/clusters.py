@@ -20,44 +20,49 @@ def clusters(
     directory: Annotated[
         Path,
         typer.Argument(
-            parser=arguments.directory, metavar="DIR", help="Of traces, made by `ssdkv profile`."
+            parser=arguments.directory,
+            metavar="DIR",
+            help="Directory of traces, made by `ssdkv profile`.",
         ),
     ],
     only: Annotated[
-        str | None, typer.Option(help="Traces that take part, e.g. chain,copy; all, if missing.")
+        str | None, typer.Option(help="Traces to simulate, such as chain,copy; default: all.")
     ] = None,
     budgets: Annotated[str, typer.Option(help="Shares of the pages that are read.")] = "0.05,0.1",
     drives: Annotated[str, typer.Option(help="Numbers of drives, from 1 to 8.")] = "1,2,4,8",
-    batches: Annotated[str, typer.Option(help="Contexts at a time.")] = "1,4",
+    batches: Annotated[str, typer.Option(help="Numbers of contexts at a time.")] = "1,4",
     lengths: Annotated[
         str | None,
-        typer.Option(help="Contexts are cut to these lengths in tokens, too; whole, if missing."),
+        typer.Option(
+            help="Lengths in tokens to which contexts are also cut; default: whole contexts."
+        ),
     ] = None,
     heads: Annotated[
-        int, typer.Option(min=1, max=64, help="KV heads of a trace whose recall is measured.")
+        int,
+        typer.Option(min=1, max=64, help="Number of KV heads of a trace whose recall is measured."),
     ] = 6,
     every: Annotated[
-        int, typer.Option(min=1, max=64, help="Of so many decode steps one is measured.")
+        int, typer.Option(min=1, max=64, help="Measure one in this many decode steps.")
     ] = 8,
     tokens: Annotated[
         bool,
-        typer.Option(help="Also PQ, k-means and FAISS, which need the extra `clusters`."),
+        typer.Option(help="Also measure PQ, k-means and FAISS; this needs the extra `clusters`."),
     ] = True,
     markdown: Annotated[
         Path | None,
-        typer.Option(parser=arguments.file_to_write, metavar="FILE", help="Write the tables."),
+        typer.Option(parser=arguments.file_to_write, metavar="FILE", help="File for the tables."),
     ] = None,
     as_json: arguments.Json = False,
     plot_file: PlotOption = None,
 ) -> None:
     """Compare clusters of pages with single pages, on the traces of a directory.
 
-    Methods are No Cluster (single pages by each selector, in the text's order and with alike keys
+    Methods are No Cluster (single pages by each selector, in the text's order and with similar keys
     or co-activated tokens in a page), blocks of InfLLM, PQ, k-means on keys, and Swarm with its
-    ablations. Times of reads come from a model of drives: the longest of bytes by bandwidth and
-    requests by IOPS. The last table has published figures beside these.
+    ablations. Read times come from a model of drives: the maximum of bytes by bandwidth and
+    requests by IOPS. The last table compares with published numbers.
 
-    Nothing is read from drives and no engine runs: minutes of one core.
+    The command reads no drives and runs no engine; it takes minutes of one core.
     """
     from vllm_ssdkv.profiling.clusters.lab import Settings, measure
     from vllm_ssdkv.profiling.rig.plot import require_plot

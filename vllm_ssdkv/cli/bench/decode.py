@@ -53,80 +53,86 @@ _QUICK_BATCH: Final = "1"
 def decode(
     directory: DirectoryOption = None,
     contexts: Annotated[
-        str | None, typer.Option(help=f"Lengths of the prompts; default: {_CONTEXTS}.")
+        str | None, typer.Option(help=f"Prompt lengths in tokens; default: {_CONTEXTS}.")
     ] = None,
     batch: Annotated[
-        str | None, typer.Option(help=f"Requests at a time; default: {_BATCH}.")
+        str | None, typer.Option(help=f"Numbers of concurrent requests; default: {_BATCH}.")
     ] = None,
     selectors: SelectorsOption = "bounds",
-    budget: Annotated[float, typer.Option(min=0.001, max=1, help="Share of the tokens.")] = 0.125,
+    budget: Annotated[
+        float, typer.Option(min=0.001, max=1, help="Share of the tokens that a query attends to.")
+    ] = 0.125,
     window: WindowOption = WINDOW,
     reuse_steps: ReuseOption = 1,
     reuse_similarity: SimilarityOption = 0.8,
-    tokens: Annotated[int, typer.Option(min=4, max=1024, help="Per answer.")] = 34,
+    tokens: Annotated[int, typer.Option(min=4, max=1024, help="Tokens per answer.")] = 34,
     dram: Annotated[
         float, typer.Option(min=0, max=4, help="DRAM, as a share of the contexts' KV.")
     ] = 0.2,
-    devices: Annotated[int, typer.Option(min=1, max=16, help="Emulated devices.")] = 4,
+    devices: Annotated[int, typer.Option(min=1, max=16, help="Number of emulated devices.")] = 4,
     bandwidth: Annotated[
         int,
         typer.Option(
             parser=arguments.size,
             metavar="SIZE",
             show_default="16MiB",
-            help="Of each device, per second.",
+            help="Bandwidth of each device, in bytes per second.",
         ),
     ] = 16 * MIB,
-    iops: Annotated[float, typer.Option(min=1, help="Of each device.")] = 2500,
-    latency: Annotated[float, typer.Option(min=0, max=1, help="Of each, in seconds.")] = 0.0005,
+    iops: Annotated[float, typer.Option(min=1, help="Requests per second of each device.")] = 2500,
+    latency: Annotated[
+        float, typer.Option(min=0, max=1, help="Latency of each device, in seconds.")
+    ] = 0.0005,
     repeats: Annotated[
-        int, typer.Option(min=1, max=20, help="Of every case, in turn; the median counts.")
+        int, typer.Option(min=1, max=20, help="Runs of every case, in turn; the median counts.")
     ] = 1,
     longest: Annotated[
         int,
         typer.Option(
             max=MAX_CONTEXT,
-            help="Every engine serves contexts of this length, too, and has the DRAM for it; 0: of "
-            "those that are asked for.",
+            help="Minimum context length that every engine and its DRAM are sized for; 0: that of "
+            "the case.",
         ),
     ] = 0,
     short_exact: Annotated[
         bool,
         typer.Option(
             "--short-exact",
-            help="Short requests attend to everything, by the default of sparse.exact_below; "
-            "else all choose.",
+            help="Let short requests attend to everything, by the default of sparse.exact_below; "
+            "without it all of them choose.",
         ),
     ] = False,
     profile: Annotated[
         bool,
         typer.Option(
             "--profile",
-            help="Tell Python's share of a step, and --json its time by function; slows it down.",
+            help="Print Python's share of a step, and with --json its time by function; this "
+            "slows the run down.",
         ),
     ] = False,
     quick: Annotated[
         bool,
         typer.Option(
             "--quick",
-            help=f"Take two minutes at most: --contexts {_QUICK_CONTEXTS} --batch {_QUICK_BATCH}.",
+            help=f"Finish within two minutes: --contexts {_QUICK_CONTEXTS} --batch {_QUICK_BATCH}.",
         ),
     ] = False,
     as_json: arguments.Json = False,
     plot_file: PlotOption = None,
 ) -> None:
-    """Decode from contexts on slow emulated devices: tokens per second, bytes, where time goes.
+    """Decode from contexts on slow emulated devices, and show tokens per second, bytes and times.
 
-    The devices are as much slower than real ones in bandwidth as in requests, so that the ratios
-    are those of a machine whose model is as large as its drives are fast. `x` is the speed over
-    that of exact attention in the same turn.
+    The devices are slower than real ones by the same factor in bandwidth and requests, so that the
+    ratios are those of a machine whose model is as large as its drives are fast. `x` is the speed
+    over that of exact attention in the same turn.
 
-    The I/O time is, layer by layer, that of the device with most to do for what was read, ahead or
-    not. `overlap` is the time of a step over the longer one of that and of all that is not waiting.
+    The I/O time adds up, layer by layer, the time of the busiest device for all reads, prefetches
+    included. `overlap` is the time of a step over the longer one of that and of all that is not
+    waiting.
 
-    Where pages are chosen, nobody knows which before the layer's query is there: each layer has to
-    choose, to look them up and check them, and to wait for the latency of a device, one after the
-    other. `const` is the sum of these, for one layer, and `less` the overlap of a step without it.
+    A selector cannot choose pages before it has the layer's query: each layer has to choose the
+    pages, look them up, check them, and wait for the latency of a device, in sequence. `const` is
+    the sum of these, for one layer, and `less` the overlap of a step without it.
     """
     from vllm_ssdkv.profiling.rig.plot import require_plot
 

@@ -22,38 +22,46 @@ def mlperf_kv(
     directory: Annotated[
         list[Path],
         typer.Argument(
-            parser=arguments.directory_to_write, metavar="DIR...", help="A directory on each SSD."
+            parser=arguments.directory_to_write, metavar="DIR...", help="Directory on each SSD."
         ),
     ],
     model: Annotated[
         str,
         typer.Option(
-            help="A name of `profiling/simulation/data/models.yaml`, or a directory with a "
-            "config.json. The benchmark's own are tiny-1b, llama-3.1-8b and llama-3.1-70b."
+            help="Name in `profiling/simulation/data/models.yaml`, or a directory with a "
+            "config.json. The benchmark's own models are tiny-1b, llama-3.1-8b and llama-3.1-70b."
         ),
     ] = "tiny-1b",
-    users: Annotated[int, typer.Option(min=1, max=1024, help="That ask at a time.")] = 4,
-    seconds: Annotated[float, typer.Option(min=0.1, max=86400, help="Of the run.")] = 20.0,
+    users: Annotated[int, typer.Option(min=1, max=1024, help="Number of concurrent users.")] = 4,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, max=86400, help="Duration of the run in seconds.")
+    ] = 20.0,
     capacity: Annotated[
         int,
-        typer.Option(parser=arguments.size, metavar="SIZE", help="On each SSD; 8GiB if not given."),
+        typer.Option(
+            parser=arguments.size,
+            metavar="SIZE",
+            help="Capacity of the store on each SSD; default: 8GiB.",
+        ),
     ] = 8 * GIB,
-    seed: Annotated[int, typer.Option(help="Of the requests.")] = 42,
+    seed: Annotated[int, typer.Option(help="Seed of the random requests.")] = 42,
     scale: Annotated[
         float,
         typer.Option(
-            min=0.001, max=1.0, help="Of the lengths of prompts; with less than 1 for a trial only."
+            min=0.001,
+            max=1.0,
+            help="Factor for the prompt lengths; use less than 1 for a trial only.",
         ),
     ] = 1.0,
     as_json: arguments.Json = False,
 ) -> None:
     """Run the store under the KV-cache workload of MLPerf Storage 3.0.
 
-    Users chat, write code and read documents: each prompt is written, and read again for every 32
-    tokens of its answer; a turn reads the turn before, and some begin with a system prompt that
-    all users share. Nothing is computed and DRAM is no tier: `--gpu-mem-gb 0 --cpu-mem-gb 0
-    --generation-mode none` of the benchmark. Its workload was written anew from its public
-    description, so this is no MLPerf result, and is not to be called one.
+    Users chat, write code and read documents. Each prompt is written, and read again for every 32
+    tokens of its answer; a turn reads the turn before, and some begin with a system prompt that all
+    users share. The command computes nothing and has no DRAM tier: it is `--gpu-mem-gb 0
+    --cpu-mem-gb 0 --generation-mode none` of the benchmark. Its workload was written anew from its
+    public description, so this is no MLPerf result, and must not be called one.
 
     Cached tokens/s are tokens whose KV was read from SSDs; latencies are of whole prompts. The
     store is made in the directories and removed.

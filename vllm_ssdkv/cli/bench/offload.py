@@ -47,14 +47,15 @@ def offload(
         str | None, typer.Option(help=f"Tokens of each context; default: {_WHOLE['contexts']}.")
     ] = None,
     batch: Annotated[
-        str | None, typer.Option(help=f"Contexts at a time; default: {_WHOLE['batch']}.")
+        str | None, typer.Option(help=f"Numbers of contexts at a time; default: {_WHOLE['batch']}.")
     ] = None,
     selectors: Annotated[
         str | None,
-        typer.Option(help=f"Any selectors of page mode; default: {_WHOLE['selectors']}."),
+        typer.Option(help=f"Selectors of page mode; default: {_WHOLE['selectors']}."),
     ] = None,
     ways: Annotated[
-        str, typer.Option(help="Who attends: any of none, host, shared, instinfer, smartssd.")
+        str,
+        typer.Option(help="Devices that attend: any of none, host, shared, instinfer, smartssd."),
     ] = "none,host,shared,instinfer,smartssd",
     drives: Annotated[
         str | None,
@@ -63,18 +64,23 @@ def offload(
     intervals: Annotated[
         str | None,
         typer.Option(
-            help=f"Tokens between two writes; powers of two; default: {_WHOLE['intervals']}."
+            help=f"Tokens between two writes, as powers of two; default: {_WHOLE['intervals']}."
         ),
     ] = None,
     x_share: Annotated[
         str, typer.Option(help="Shares of the batch whose QKV inputs (X) are projected.")
     ] = "0.25,0.5",
-    budget: Annotated[float, typer.Option(min=0.001, max=1, help="Share of the tokens.")] = 0.125,
+    budget: Annotated[
+        float, typer.Option(min=0.001, max=1, help="Share of the tokens that a query attends to.")
+    ] = 0.125,
     dilation: Annotated[
         float, typer.Option(min=1, help="Factor by which drives are slower than the papers'.")
     ] = 20,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Of the host's device; as the option, if missing.")
+        int | None,
+        typer.Option(
+            min=1, help="Threads of the host's device; default: as for the option offload.threads."
+        ),
     ] = None,
     quick: Annotated[
         bool,
@@ -88,21 +94,22 @@ def offload(
     as_json: arguments.Json = False,
     plot_file: PlotOption = None,
 ) -> None:
-    """Decode with attention near storage: who attends, on how many drives, what crosses the link.
+    """Decode with attention near storage, and compare devices, numbers of drives and link traffic.
 
     A small model decodes without vLLM. `none`: the thread of the step attends to contexts in DRAM,
-    and as they come over the links of plain drives. `host`: the host's device does. `shared`: both
-    do, by `offload.share: auto`. `instinfer` and `smartssd`: drives with the timing of the papers
-    attend to their parts of the pages, which the host computes for them; no case is faster than
-    that.
+    and as they come over the links of plain drives. `host`: the host's device attends. `shared`:
+    both do, by `offload.share: auto`. `instinfer` and `smartssd`: drives with the timing of the
+    papers attend to their parts of the pages, which the host computes for them; no case is faster
+    than that.
 
-    Intervals between two writes are charged to the drives that attend, and written by the store in
-    blocks of as many tokens. The X-cache is a model: projecting X is measured for `--x-share`, the
-    best share follows from the rates of this run.
+    The drives that attend are charged for the intervals between two writes; the store writes blocks
+    of the same number of tokens. The X-cache is a model: projecting X is measured for `--x-share`,
+    and the best share follows from the rates of this run.
 
-    Drives are slower than the papers' by `--dilation`, their links too, so that a small machine can
-    keep up with eight: ratios hold, tokens/s do not. Bytes come from the metrics. The last table
-    has published figures beside what constants of the hardware predict, and what was measured.
+    `--dilation` slows the drives and their links down against the papers', so that a small machine
+    can keep up with eight of them: ratios hold, tokens/s do not. Bytes come from the metrics. The
+    last table has published numbers beside the predictions from constants of the hardware, and the
+    measurements.
     """
     from vllm_ssdkv.profiling.offload.bench import WAYS, Settings, run
     from vllm_ssdkv.profiling.offload.tables import tables

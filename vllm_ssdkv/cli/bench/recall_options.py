@@ -16,12 +16,14 @@ DirectoryOption = Annotated[
         "--dir",
         parser=arguments.directory_to_write,
         metavar="DIR",
-        help="Where to make the stores, on one disk; the system's, if missing.",
+        help="Directory for the stores, on one disk; default: the system's temporary directory.",
     ),
 ]
 
 
-SelectorsOption = Annotated[str, typer.Option(help=f"Of {', '.join(SPARSE)}.")]
+SelectorsOption = Annotated[
+    str, typer.Option(help=f"Selectors to compare: any of {', '.join(SPARSE)}.")
+]
 
 
 WindowOption = Annotated[
@@ -31,11 +33,16 @@ WindowOption = Annotated[
 
 
 ReuseOption = Annotated[
-    int, typer.Option("--reuse-steps", min=1, help="Tokens for which a choice is kept.")
+    int, typer.Option("--reuse-steps", min=1, help="Number of tokens for which a choice is kept.")
 ]
 
 
 SimilarityOption = Annotated[
     float,
-    typer.Option("--reuse-similarity", min=0, max=1, help="Below which a query chooses at once."),
+    typer.Option(
+        "--reuse-similarity",
+        min=0,
+        max=1,
+        help="Select again when the query's similarity falls below this.",
+    ),
 ]

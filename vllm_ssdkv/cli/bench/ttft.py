@@ -63,8 +63,8 @@ def ttft(
             "--dir",
             parser=arguments.directory_to_write,
             metavar="DIR",
-            help="Where to make the store, may be repeated for several drives; default: the "
-            "working directory.",
+            help="Directory for the store; repeat it for several drives. Default: the working "
+            "directory.",
         ),
     ] = None,
     model: Annotated[
@@ -72,7 +72,7 @@ def ttft(
         typer.Option(
             parser=arguments.directory,
             metavar="DIR",
-            help="A model directory; default: the demo's model.",
+            help="Model directory; default: the demo's model.",
         ),
     ] = None,
     bandwidth: Annotated[
@@ -81,22 +81,26 @@ def ttft(
             parser=arguments.size,
             metavar="SIZE",
             show_default="2MiB",
-            help="Of the slowed drive, per second.",
+            help="Bandwidth of the slowed drive, in bytes per second.",
         ),
     ] = 2 * MIB,
-    latency: Annotated[float, typer.Option(min=0, max=1, help="Of it, in seconds.")] = 0.02,
-    repeats: Annotated[int, typer.Option(min=1, max=1000, help="Prompts of each length.")] = 5,
+    latency: Annotated[
+        float, typer.Option(min=0, max=1, help="Latency of the slowed drive, in seconds.")
+    ] = 0.02,
+    repeats: Annotated[
+        int, typer.Option(min=1, max=1000, help="Number of prompts of each length.")
+    ] = 5,
     as_json: arguments.Json = False,
 ) -> None:
     """Measure the time to first token of hits on SSD and in DRAM, on real vLLM in mode reuse.
 
-    Also how fast hits are loaded from SSD, against what the I/O engine alone reads from the same
-    drives with requests of the same size: as many in one batch, and with full queues. Of the time
-    of a hit on SSD, `load` is the store's, `report` passes until vLLM steps again, the rest is
-    vLLM's.
+    The command also compares the load rate from SSD with the rate of the I/O engine alone on the
+    same drives, with requests of the same size: as many in one batch, and with full queues. The
+    time of a hit on SSD consists of `load` (the store), `report` (until vLLM steps again) and the
+    rest (vLLM).
 
-    On the drives as they are and on slowed ones, with `load: always` and `load: auto`. Takes
-    minutes: five engines, one after the other.
+    It measures the drives as they are and slowed down, with `load: always` and `load: auto`. It
+    takes minutes: five engines run one after the other.
     """
     from vllm_ssdkv.profiling.bench_ttft import run_bench
 

@@ -142,11 +142,13 @@ def demo(
             "--dir",
             parser=arguments.directory,
             metavar="DIR",
-            help="Directory on an SSD, may be repeated; the demo makes a folder of its own in it. "
-            "Default: two folders in ~/.cache/ssdkv-demo.",
+            help="Directory on an SSD, repeated for several; the demo makes a folder of its own "
+            "in each. Default: two folders in ~/.cache/ssdkv-demo.",
         ),
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, max=256, help="Requests sent at once.")] = 8,
+    requests: Annotated[
+        int, typer.Option(min=1, max=256, help="Number of concurrent requests.")
+    ] = 8,
     context: Annotated[
         int,
         typer.Option(
@@ -158,21 +160,22 @@ def demo(
     kv_capacity: Annotated[
         int | None,
         typer.Option(
-            help="KV cache of vLLM, in tokens. Default, and largest: a quarter of the context."
+            help="Size of vLLM's KV cache in tokens. The default, a quarter of the context, is "
+            "also the maximum."
         ),
     ] = None,
     as_json: arguments.Json = False,
     keep: Annotated[
         bool,
-        typer.Option(help="Use the stores of an earlier demo, and leave them when done."),
+        typer.Option(help="Use the stores of an earlier demo, and keep them afterwards."),
     ] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds that each phase may take.")] = 900.0,
+    timeout: Annotated[float, typer.Option(help="Time limit of each phase in seconds.")] = 900.0,
 ) -> None:
     """Serve contexts larger than the KV cache, restart, and compare with stock vLLM.
 
-    Uses a tiny model that is part of this package, so nothing is downloaded; on a machine without
-    a GPU, vLLM's CPU build. Exits with 1 when a phase fails, when any token differs from stock
-    vLLM, or when a stored context is not found again after the restart.
+    The demo uses a tiny model of this package, so it downloads nothing. Without a GPU it runs on
+    vLLM's CPU build. Exits with 1 when a phase fails, when a token differs from stock vLLM, or when
+    a stored context is not found again after the restart.
     """
     console = Console(stderr=as_json)
     if importlib.util.find_spec("vllm") is None:

@@ -13,14 +13,14 @@ from vllm_ssdkv.cli.docs.doc_pages import NOTICE, table
 _INTRO: Final = """\
 # Commands
 
-`ssdkv --version` prints the version, `-h` or `--help` behind any command explains it.
+`ssdkv --version` prints the version, `-h` or `--help` after any command explains it.
 `ssdkv --install-completion` installs completion for your shell, `--show-completion` prints it.
-Exit codes: 0 for success, 1 for failure, also of a single request, 2 for wrong arguments, unless
-the command says otherwise. What a command prints for people goes to the output, why it failed to
-the error output. With `--json` the output is one JSON document and nothing else; progress, tables
-and logs go to the error output.
+Exit codes are 0 for success, 1 for failure (also of a single request) and 2 for wrong arguments,
+unless the command says otherwise. Results go to the standard output, errors to the standard error.
+With `--json` the output is one JSON document and nothing else; progress, tables and logs go to the
+standard error.
 
-Paths may be relative, and begin with `~`. Sizes are bytes, or have a unit: `KiB`, `MiB`, `GiB`,
+Paths may be relative or begin with `~`. Sizes are bytes, or have a unit: `KiB`, `MiB`, `GiB`,
 `TiB` and `K`, `M`, `G`, `T` are powers of 1024, `KB`, `MB`, `GB`, `TB` powers of 1000.
 """
 

@@ -32,18 +32,18 @@ vllm serve MODEL --kv-transfer-config '{
 }'
 ```
 
-No option is required. An unknown option, a value of the wrong type and options that contradict each
-other are errors at start, told by vLLM's first process; options that have no effect are warnings.
-`ssdkv config check FILE` tells both without starting anything, and `ssdkv config show FILE` prints
-what is in force.
+No option is required. vLLM's first process refuses an unknown option, a value of the wrong type and
+options that contradict each other; it warns of options that have no effect. `ssdkv config check
+FILE` does the same without starting anything, and `ssdkv config show FILE` prints the options in
+force.
 
 Sizes are bytes, or texts with a unit: `KiB`, `MiB`, `GiB`, `TiB` and `K`, `M`, `G`, `T` are powers
 of 1024, `KB`, `MB`, `GB`, `TB` powers of 1000, in either case of letter (`64GiB`, `64 GB`, `64g`).
-What has two meanings is refused (`64Gb`, `1,5GiB`). Of a value behind a dotted flag, such as
-`--kv-transfer-config.kv_connector_extra_config.io.scrub_rate 64m`, vLLM itself makes a number: `m`
-is a power of 1000 there, and `M` one of 1024. Write `64MiB`.
+Ambiguous sizes are refused (`64Gb`, `1,5GiB`). vLLM itself converts the value of a dotted flag, such
+as `--kv-transfer-config.kv_connector_extra_config.io.scrub_rate 64m`: there `m` is a power of 1000,
+and `M` one of 1024. Write `64MiB`.
 
-Paths may be relative to the directory that vLLM is started in, and begin with `~`.
+Paths may begin with `~`, or be relative to the directory in which vLLM is started.
 
 `a.b` is field `b` of the object `a`; `a[]` is an entry of the list `a`.
 """
@@ -52,15 +52,14 @@ _METRICS_INTRO: Final = """\
 # Metrics
 
 These appear on vLLM's own `/metrics` page, with vLLM's labels `model_name` and `engine` beside
-those named here. Counters start at 0 with the process. How the numbers of several ranks become one
-is named in the last column: a counter with `max` takes from each step what the rank counted that
-counted most.
+those named here. Counters start at 0 with the process. The last column names the reduction across
+ranks: a counter with `max` adds, for each step, the largest count of any rank.
 """
 
 _BATCH_METRICS_INTRO: Final = """\
 ## Batch API
 
-These are counted in the API server and have no labels but those named. They appear when the plugin
+The API server counts these; they have only the labels named here. They appear when the plugin
 `ssdkv_batch` is loaded ([batch.md](batch.md)).
 """
 
@@ -68,8 +67,8 @@ These are counted in the API server and have no labels but those named. They app
 _NODE_METRICS_INTRO: Final = """\
 ## Nodes
 
-A node ([nodes.md](nodes.md)) shows these on a port of its own, and those above of its stores, with
-the labels `model_name` and `store` beside those named there.
+A node ([nodes.md](nodes.md)) shows these on a port of its own. It also shows the metrics above for
+each of its stores, with the labels `model_name` and `store` in addition.
 """
 
 

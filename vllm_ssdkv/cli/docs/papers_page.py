@@ -13,15 +13,15 @@ _INTRO: Final = """\
 
 `ssdkv reproduce` simulates what four papers, and FlexGen, published, and prints this page
 (`--json`, `--rows P3,P17`; `--figure NAME --plot FILE` draws a figure). Nothing here was measured:
-drives, links, devices and accelerators are descriptions in `profiling/simulation/data`, in which
-each figure has its source, and a step of each system runs as discrete events.
+drives, links, devices and accelerators are descriptions in `profiling/simulation/data`, where each
+number has its source, and a step of each system runs as discrete events.
 
-- **predicted**: nothing was fitted to this result. **calibrated**: it made a constant, of which the
-  list is at the end, or an assumption, which its note tells.
-- **miss**: outside of the tolerance. The note says what the paper leaves out.
-- **report**: was found not to follow from what the paper says, or not against a good baseline.
-- **not measured**: traces of a model are needed; the note names the command.
-- Of absolute tokens/s, power and energy nothing is claimed.
+- **predicted**: nothing was fitted to this result. **calibrated**: it made a constant (the list is
+  at the end) or an assumption (its note names it).
+- **miss**: outside of the tolerance. The note names the facts that the paper leaves out.
+- **report**: does not follow from the paper's own facts, or does not hold against a good baseline.
+- **not measured**: this needs traces of a model; the note names the command.
+- Nothing is claimed about absolute tokens/s, power and energy.
 - A paper's baseline is a baseline as the paper ran it. The third table has the same work on a good
   I/O path.
 """

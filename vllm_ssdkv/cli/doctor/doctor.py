@@ -75,8 +75,8 @@ def doctor(
 ) -> None:
     """Check versions, plugin, native modules, this machine and its SSDs.
 
-    Each SSD is measured with a file of at most 64 MiB that is removed. Exits with 1 when anything
-    fails.
+    The command measures each SSD with a file of at most 64 MiB and removes the file. Exits with 1
+    when a check fails.
     """
     findings = examine(device or [])
     if as_json:

@@ -10,8 +10,8 @@ from vllm_ssdkv.cli.arguments import one_of
 from vllm_ssdkv.fpga_offload.description import DTYPES, GROUPS, HEAD_SIZES, KernelShape
 
 HeadSizeOption = Annotated[int, typer.Option(help="Channels of a head: 64, 128 or 256.")]
-GroupOption = Annotated[int, typer.Option(help="Query heads of a KV head: 1, 2, 4, 5 or 8.")]
-DtypeOption = Annotated[str, typer.Option(help="Of K and V: float16 or bfloat16.")]
+GroupOption = Annotated[int, typer.Option(help="Query heads per KV head: 1, 2, 4, 5 or 8.")]
+DtypeOption = Annotated[str, typer.Option(help="Type of K and V: float16 or bfloat16.")]
 
 
 def shape_of(head_size: int, group: int, dtype: str) -> KernelShape:

@@ -49,44 +49,65 @@ _GIVEN: Final = "given on the command line"
 
 def estimate(
     card_names: Annotated[
-        str, typer.Option("--cards", help="Any of smartssd, flash-controller.")
+        str, typer.Option("--cards", help="Cards to estimate: any of smartssd, flash-controller.")
     ] = "smartssd,flash-controller",
     contexts: Annotated[str, typer.Option(help="Tokens of each context.")] = _CONTEXTS,
-    batch: Annotated[int, typer.Option(min=1, max=1024, help="Contexts of the step.")] = 1,
-    devices: Annotated[int, typer.Option(min=1, max=128, help="Cards that share the work.")] = 1,
-    layers: Annotated[int, typer.Option(min=1, max=1024, help="With attention.")] = 32,
-    kv_heads: Annotated[int, typer.Option(min=1, max=256, help="Of a layer.")] = 8,
+    batch: Annotated[
+        int, typer.Option(min=1, max=1024, help="Number of contexts in the step.")
+    ] = 1,
+    devices: Annotated[
+        int, typer.Option(min=1, max=128, help="Number of cards that share the work.")
+    ] = 1,
+    layers: Annotated[
+        int, typer.Option(min=1, max=1024, help="Number of layers with attention.")
+    ] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1, max=256, help="KV heads of a layer.")] = 8,
     group: GroupOption = 4,
     head_size: HeadSizeOption = 128,
     dtype: DtypeOption = "float16",
     kernel: Annotated[
-        str, typer.Option(help="Cycles: simulated, of our RTL; hilos, of the paper's Table 3.")
+        str,
+        typer.Option(
+            help="Source of the cycles: simulated, from our RTL; hilos, from the paper's Table 3."
+        ),
     ] = "simulated",
     sparf: Annotated[
         float | None,
         typer.Option(
-            min=0.001, max=1, help="Choose pages by SparF: share of tokens; all, if missing."
+            min=0.001,
+            max=1,
+            help="Share of the tokens that SparF chooses, by pages; default: no choice.",
         ),
     ] = None,
-    channels: Annotated[int, typer.Option(min=1, max=256, help="Of SparF's first step.")] = 16,
-    by_page: Annotated[bool, typer.Option("--by-page", help="SparF chooses whole pages.")] = False,
+    channels: Annotated[
+        int, typer.Option(min=1, max=256, help="Channels that SparF's first step reads.")
+    ] = 16,
+    by_page: Annotated[
+        bool, typer.Option("--by-page", help="Let SparF choose whole pages.")
+    ] = False,
     clock: Annotated[
-        float | None, typer.Option(min=1, max=2000, help="MHz; the papers', if missing.")
+        float | None, typer.Option(min=1, max=2000, help="Clock in MHz; default: the papers'.")
     ] = None,
     flash: Annotated[
-        float | None, typer.Option(min=0.01, max=1000, help="GB/s; the papers', if missing.")
+        float | None,
+        typer.Option(min=0.01, max=1000, help="Flash bandwidth in GB/s; default: the papers'."),
     ] = None,
     efficiency: Annotated[
         float | None,
-        typer.Option(min=0.01, max=1, help="Of a SmartSSD's DDR; as calibrated, if missing."),
+        typer.Option(
+            min=0.01, max=1, help="Efficiency of a SmartSSD's DDR; default: as calibrated."
+        ),
     ] = None,
     start: Annotated[
-        float, typer.Option(min=0, max=1e6, help="Microseconds to start a chunk; not measured.")
+        float,
+        typer.Option(
+            min=0, max=1e6, help="Time to start a chunk in microseconds; it was not measured."
+        ),
     ] = 0,
     chunk: Annotated[
         int | None,
         typer.Option(
-            parser=arguments.size, metavar="SIZE", help="Of a chunk of pages; 16MiB if not given."
+            parser=arguments.size, metavar="SIZE", help="Size of a chunk of pages; default: 16MiB."
         ),
     ] = None,
     results: Annotated[
@@ -94,7 +115,7 @@ def estimate(
         typer.Option(
             parser=arguments.directory,
             metavar="DIR",
-            help="Folder of cycles.json and synthesis.json; those of the package, if missing.",
+            help="Folder of cycles.json and synthesis.json; default: those of the package.",
         ),
     ] = None,
     as_json: arguments.Json = False,
@@ -102,13 +123,13 @@ def estimate(
 ) -> None:
     """Estimate a decode step's attention on a SmartSSD and on a flash drive's controller.
 
-    Each chunk of pages is brought while the kernel attends to the one before, so a step takes the
-    longest of flash, the kernel's memory and the kernel's cycles, and what starting costs. Cycles
-    are those of our RTL in simulation, or of HILOS' Table 3. Nothing ran on a card, and no clock is
-    claimed: it is the papers', if `--clock` says no other. Times are lower bounds: queries and
-    partial states on PCIe and the host are not in them.
+    The card fetches each chunk of pages while the kernel attends to the one before, so a step takes
+    the maximum of flash, the kernel's memory and the kernel's cycles, plus the time to start.
+    Cycles are those of our RTL in simulation, or of HILOS' Table 3. Nothing ran on a card. The
+    clock is the papers' unless `--clock` sets another. Times are lower bounds: they exclude the
+    host, and queries and partial states on PCIe.
 
-    The last table has the papers' figures beside ours, each with where it comes from: simulated,
+    The last table has the papers' numbers beside ours, each with its origin: simulated,
     synthesised, calibrated, published or assumed.
     """
     from vllm_ssdkv.profiling.rig.plot import require_plot

@@ -34,7 +34,11 @@ _CLOSE_S: Final = 10
 
 def simulate(
     backend: Annotated[
-        str, typer.Option(help="csim: the HLS kernels by g++; rtlsim: the RTL, clock by clock.")
+        str,
+        typer.Option(
+            help="Simulator: csim runs the HLS kernels, built by g++; rtlsim runs "
+            "the RTL clock by clock."
+        ),
     ] = "csim",
     tokens: Annotated[
         str, typer.Option(help="Tokens of the contexts.")
@@ -42,24 +46,26 @@ def simulate(
     head_size: HeadSizeOption = 128,
     group: GroupOption = 1,
     dtype: DtypeOption = "float16",
-    seed: Annotated[int, typer.Option(min=0, help="Of queries, K and V.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random queries, K and V.")] = 0,
     checksum: Annotated[
         bool, typer.Option("--checksum", help="Also compare the digests of all pages.")
     ] = False,
     stalls: Annotated[
         float,
-        typer.Option(min=0, max=0.9, help="rtlsim: chance that a bus is held back, each cycle."),
+        typer.Option(
+            min=0, max=0.9, help="Probability per cycle that a bus is held back (rtlsim)."
+        ),
     ] = 0,
     latency: Annotated[
-        int, typer.Option(min=1, max=4096, help="rtlsim: cycles to the first answer of memory.")
+        int, typer.Option(min=1, max=4096, help="Memory latency in cycles (rtlsim).")
     ] = 64,
     as_json: arguments.Json = False,
 ) -> None:
     """Run the attention kernels on random contexts and compare them with float64.
 
     Pages lie in random order, and the last one of a context may be partial. The error is the
-    largest distance from float64 over the largest output. `rtlsim` counts cycles; its libraries
-    are built by `make fpga`. Exits with 1 when a context is off by more than 1e-5 of its largest
+    largest distance from float64 over the largest output. `rtlsim` counts cycles; `make fpga`
+    builds its libraries. Exits with 1 when a context is off by more than 1e-5 of its largest
     output, or a digest is wrong.
     """
     arguments.one_of("--backend", backend, get_args(BackendName))

@@ -25,23 +25,26 @@ _MOST_SECONDS: Final = 86400
 
 def synth(
     designs: Annotated[
-        str, typer.Option(help="Parts of the kernels, e.g. core,axi; core: attention alone.")
+        str, typer.Option(help="Units to synthesise, such as core,axi; core is attention alone.")
     ] = "core",
     families: Annotated[
-        str, typer.Option(help="xcup: that of a SmartSSD's KU15P; xc7: that of a Zynq 7045.")
+        str,
+        typer.Option(
+            help="FPGA family: xcup is that of a SmartSSD's KU15P, xc7 that of a Zynq 7045."
+        ),
     ] = "xcup",
-    groups: Annotated[str, typer.Option(help="Query heads of a KV head: 1, 2, 4, 5, 8.")] = "1",
+    groups: Annotated[str, typer.Option(help="Query heads per KV head: 1, 2, 4, 5, 8.")] = "1",
     head_size: HeadSizeOption = 128,
     timeout: Annotated[
-        int, typer.Option(min=1, max=_MOST_SECONDS, help="Seconds for each design.")
+        int, typer.Option(min=1, max=_MOST_SECONDS, help="Time limit for each design in seconds.")
     ] = 1800,
     output: Annotated[
         Path | None,
         typer.Option(
             parser=arguments.file_to_write,
             metavar="FILE",
-            help="Put the counts into a file as fpga_offload/results/synthesis.json, in place of "
-            "those of the same designs.",
+            help="File for the counts, in the format of fpga_offload/results/synthesis.json; it "
+            "replaces the counts of the same designs.",
         ),
     ] = None,
     as_json: arguments.Json = False,
@@ -49,8 +52,8 @@ def synth(
     """Count the cells of the RTL kernels, mapped by Yosys to a family of FPGAs.
 
     Yosys counts more look-up tables than the vendor's tools; multipliers and block RAMs are firm.
-    Nothing is placed or routed, so no clock follows. A core takes one minute to several. Yosys is
-    brought by `make fpga`.
+    Nothing is placed or routed, so no clock follows. A core takes one minute to several. `make
+    fpga` installs Yosys.
     """
     from vllm_ssdkv.fpga_offload.synth import DESIGNS, Family, synthesise, yosys_version
 

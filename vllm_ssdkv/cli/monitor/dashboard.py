@@ -18,17 +18,23 @@ app = typer.Typer(no_args_is_help=True, help="Draw the Grafana dashboards withou
 @app.command()
 def render(
     prometheus: Annotated[
-        str, typer.Option(metavar="URL", help="Prometheus, e.g. http://localhost:9090.")
+        str,
+        typer.Option(
+            metavar="URL", help="URL of a Prometheus server, such as http://localhost:9090."
+        ),
     ],
     out: Annotated[
         Path,
         typer.Option(
-            parser=arguments.place, metavar="DIR", show_default=".", help="Where the PNG files go."
+            parser=arguments.place,
+            metavar="DIR",
+            show_default=".",
+            help="Directory for the PNG files.",
         ),
     ] = Path(),
-    minutes: Annotated[float, typer.Option(min=0.1, help="How much of the past is drawn.")] = 60.0,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Time range to draw, up to now.")] = 60.0,
     scrape_interval: Annotated[
-        float, typer.Option(min=0.1, help="Seconds between two scrapes of that Prometheus.")
+        float, typer.Option(min=0.1, help="Scrape interval of that Prometheus in seconds.")
     ] = 15.0,
 ) -> None:
     """Draw each dashboard's panels, from the data of a Prometheus, into DIR/NAME.png."""

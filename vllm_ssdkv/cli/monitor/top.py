@@ -91,18 +91,22 @@ def top(
         str, typer.Argument(metavar="URL", help="Address of vllm serve, or of a node's metrics.")
     ] = _URL,
     interval: Annotated[
-        float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")
+        float, typer.Option(min=0.1, max=3600, help="Seconds between two samples.")
     ] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="One sample, after one interval.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one sample after one interval.")
+    ] = False,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print one JSON object per line and interval, nothing else."),
+        typer.Option(
+            "--json", help="Print one JSON object per interval and line, and nothing else."
+        ),
     ] = False,
 ) -> None:
     """Watch a running server or node: requests, hits, tiers, and each SSD. Ctrl-C ends it.
 
-    Of a node it shows engines, calls, bytes, stores, and each SSD.
-    Rates are means over the interval. An idle engine does not report: its numbers stand still.
+    A node shows engines, calls, bytes, stores, and each SSD. Rates are means over the interval. An
+    idle engine does not report: its numbers stand still.
     """
     console = Console()
     try:

@@ -18,20 +18,20 @@ def keys(
         typer.Argument(
             parser=arguments.place,
             metavar="DIR",
-            help="Where the keys go; made if it is not there.",
+            help="Directory for the keys; it is created if missing.",
         ),
     ],
     days: Annotated[
-        int, typer.Option(min=1, max=36500, help="How long the keys hold, in days.")
+        int, typer.Option(min=1, max=36500, help="Validity of the keys in days.")
     ] = 3650,
     as_json: arguments.Json = False,
 ) -> None:
     """Make keys for nodes and their engines, which TLS needs on a network.
 
-    A node takes `authority.pem`, `node.pem` and `node-key.pem`, an engine `authority.pem`,
-    `engine.pem` and `engine-key.pem`. Copy them to the machines by a way that you trust. Whoever
-    has them may read and write all KV. To take them back, make new ones for all and restart nodes
-    and engines. Exits with 1 if DIR has keys.
+    A node needs `authority.pem`, `node.pem` and `node-key.pem`, an engine `authority.pem`,
+    `engine.pem` and `engine-key.pem`. Copy them to the machines over a channel that you trust.
+    Anyone who has them may read and write all KV. To revoke them, make new ones for all and restart
+    nodes and engines. Exits with 1 if DIR has keys.
     """
     try:
         made = make_keys(directory, days)

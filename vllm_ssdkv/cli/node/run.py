@@ -23,14 +23,16 @@ def run(
         typer.Option(
             parser=arguments.file_to_read,
             metavar="FILE",
-            help="Options of the node, YAML or JSON (docs/nodes.md). The flags below go before it.",
+            help="File of the node's options, YAML or JSON (docs/nodes.md). The flags below take "
+            "precedence.",
         ),
     ] = None,
     listen: Annotated[
         list[str] | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Option `listen`, once for each address: unix:///path or tcp://host:port.",
+            help="Address to listen on (option `listen`): unix:///path or tcp://host:port. Repeat "
+            "it for several.",
         ),
     ] = None,
     device: Annotated[
@@ -38,29 +40,33 @@ def run(
         typer.Option(
             parser=arguments.place,
             metavar="DIR",
-            help="Option `devices`, once for each SSD: a directory on it.",
+            help="Directory on an SSD (option `devices`). Repeat it for several.",
         ),
     ] = None,
     dram: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Option `dram_gib`: memory, such as 64GiB."),
+        typer.Option(
+            metavar="SIZE", help="Memory of the DRAM tier, such as 64GiB (option `dram_gib`)."
+        ),
     ] = None,
     keys: Annotated[
         Path | None,
         typer.Option(
-            parser=arguments.directory, metavar="DIR", help="Option `keys`: of `ssdkv node keys`."
+            parser=arguments.directory,
+            metavar="DIR",
+            help="Directory that `ssdkv node keys` made (option `keys`).",
         ),
     ] = None,
     metrics: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Option `metrics`: where `/metrics` is served."),
+        typer.Option(metavar="HOST:PORT", help="Address of `/metrics` (option `metrics`)."),
     ] = None,
 ) -> None:
     """Run a node until SIGTERM or Ctrl-C.
 
-    Engines use it with `"nodes": ["ADDRESS"]` in place of a store of their own. What they have
-    saved is written before the node ends. Exits with 0 then, and with 1 if the node cannot start or
-    writes did not end within the option `drain`.
+    Engines use it with `"nodes": ["ADDRESS"]` in place of a store of their own. The node writes all
+    saved data before it ends, and exits with 0. It exits with 1 if it cannot start, or if writes
+    did not end within the option `drain`.
     """
     ending = {signal.SIGTERM, signal.SIGINT}
     # Blocked before there are threads, which inherit it: this one waits for them.

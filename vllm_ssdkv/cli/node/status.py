@@ -39,9 +39,9 @@ def status(
     timeout: Timeout = 3.0,
     as_json: arguments.Json = False,
 ) -> None:
-    """Show the stores of a node, and who uses them.
+    """Show the stores of a node and their users.
 
-    Exits with 1 if nobody answers there, the node refuses, or it is about to end.
+    Exits with 1 if no node answers, the node refuses, or it is about to end.
     """
     try:
         found = ask_status(Address.parse(address), read_keys(keys), timeout)

@@ -15,7 +15,8 @@ from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.credentials import Credentials
 
 NodeAddress = Annotated[
-    str, typer.Argument(metavar="ADDRESS", help="unix:///path or tcp://host:port.")
+    str,
+    typer.Argument(metavar="ADDRESS", help="Address of the node: unix:///path or tcp://host:port."),
 ]
 
 EngineKeys = Annotated[
@@ -23,11 +24,13 @@ EngineKeys = Annotated[
     typer.Option(
         parser=arguments.directory,
         metavar="DIR",
-        help="Keys of an engine, for an address that needs some.",
+        help="Directory of an engine's keys, if the address needs them.",
     ),
 ]
 
-Timeout = Annotated[float, typer.Option(min=0.1, max=600, help="Seconds to wait for each answer.")]
+Timeout = Annotated[
+    float, typer.Option(min=0.1, max=600, help="Time limit of each answer in seconds.")
+]
 
 
 def read_keys(keys: Path | None) -> Credentials | None:

@@ -33,7 +33,7 @@ def volumes(
     address: NodeAddress,
     remove: Annotated[
         UUID | None,
-        typer.Option(metavar="NAME", help="Remove this volume, which no engine has open."),
+        typer.Option(metavar="NAME", help="Remove this volume; no engine may have it open."),
     ] = None,
     keys: EngineKeys = None,
     timeout: Timeout = 10.0,
@@ -42,8 +42,8 @@ def volumes(
     """Show the volumes of a node, or remove one.
 
     A volume has the slots of one rank of an engine in mode page. It stays when the engine ends, so
-    that a restart finds what was stored; what an engine that is gone for good has left behind is
-    removed here. Exits with 1 if the node does not answer or refuses.
+    that a restart finds the stored data. Remove the volumes of engines that are gone for good here.
+    Exits with 1 if the node does not answer or refuses.
     """
     try:
         with status_session(Address.parse(address), read_keys(keys), timeout) as session:

@@ -19,17 +19,15 @@ from vllm_ssdkv.config.pool import LOCAL, PoolConfig, PooledNode
 FAILED: Final = 1
 WRONG_ARGUMENTS: Final = 2
 
-app = typer.Typer(no_args_is_help=True, help="Start, ask, drain and end the nodes of a list.")
+app = typer.Typer(no_args_is_help=True, help="Start, check, drain and stop the nodes of a list.")
 
 _File = Annotated[
-    str, typer.Argument(metavar="FILE", help="The pool, YAML or JSON; - is the standard input.")
+    str, typer.Argument(metavar="FILE", help="File of the pool, YAML or JSON; - is standard input.")
 ]
 _Names = Annotated[
-    list[str] | None, typer.Argument(metavar="NAME...", help="These nodes; default: all.")
+    list[str] | None, typer.Argument(metavar="NAME...", help="Names of nodes; default: all.")
 ]
-_Patience = Annotated[
-    float, typer.Option(min=0, max=3600, help="Seconds to wait until it is done.")
-]
+_Patience = Annotated[float, typer.Option(min=0, max=3600, help="Time limit in seconds.")]
 
 
 def read_pool(file: str) -> PoolConfig:
@@ -123,15 +121,15 @@ def up(
 ) -> None:
     """Start the nodes that do not run, and wait until all answer.
 
-    Changes nothing where they run already with these options. Exits with 1 if one does not answer
-    in time or runs with other options, with 2 if FILE is no pool.
+    Nodes that already run with these options stay as they are. Exits with 1 if a node does not
+    answer in time or runs with other options, with 2 if FILE is no pool.
     """
     _exit_unless(_command(file, names, "up", patience, as_json), "serves")
 
 
 @app.command()
 def status(file: _File, names: _Names = None, as_json: arguments.Json = False) -> None:
-    """Say of each node whether it serves.
+    """Report for each node whether it serves.
 
     A node is silent while it starts or hangs. Exits with 1 unless all serve.
     """
@@ -145,10 +143,10 @@ def drain(
     patience: _Patience = 60.0,
     as_json: arguments.Json = False,
 ) -> None:
-    """Have nodes finish what they write, and end: before a machine is taken away, say.
+    """Drain nodes: they finish their writes and end, for example before you remove a machine.
 
-    Engines go on without them, and connect again after `up`. Nothing that is stored is lost. Exits
-    with 1 if one has not ended in time; it goes on draining.
+    Engines continue without them, and reconnect after `up`. No stored data is lost. Exits with 1 if
+    a node has not ended in time; it goes on draining.
     """
     _exit_unless(_command(file, names, "drain", patience, as_json), "stopped")
 
@@ -162,6 +160,6 @@ def down(
 ) -> None:
     """Drain nodes, and kill those that have not ended in time.
 
-    What is durable stays on the drives, and is found after `up`. Exits with 1 if one still runs.
+    Durable data stays on the drives, and is found after `up`. Exits with 1 if a node still runs.
     """
     _exit_unless(_command(file, names, "down", patience, as_json), "stopped")

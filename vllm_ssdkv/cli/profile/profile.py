@@ -29,14 +29,16 @@ _TASKS: Final = ("multikey", "chain", "copy")
 def profile(
     directory: Annotated[
         Path,
-        typer.Argument(parser=arguments.place, metavar="DIR", help="Of the traces; it is made."),
+        typer.Argument(
+            parser=arguments.place, metavar="DIR", help="Directory for the traces; it is created."
+        ),
     ],
     document: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FILE",
-            help="A text file, may be repeated; or a task of the demo's model: multikey, chain, "
-            "single, copy. Default: three tasks.",
+            help="Text file, repeated for several, or a task of the demo's model: multikey, "
+            "chain, single, copy. Default: three tasks.",
         ),
     ] = None,
     model: Annotated[
@@ -44,20 +46,24 @@ def profile(
         typer.Option(
             parser=arguments.directory,
             metavar="DIR",
-            help="A model directory; default: the demo's model.",
+            help="Model directory; default: the demo's model.",
         ),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=1024, help="Of each document, decode steps included.")
+        int, typer.Option(min=1024, help="Tokens of each document, decode steps included.")
     ] = 8191,
     steps: Annotated[
-        int, typer.Option(min=16, max=4096, help="Decode steps; the document's own tokens.")
+        int,
+        typer.Option(
+            min=16, max=4096, help="Number of decode steps, over the document's own tokens."
+        ),
     ] = 256,
     prompt: Annotated[
-        int, typer.Option(min=64, max=8192, help="Queries of the prompt's end that are kept.")
+        int, typer.Option(min=64, max=8192, help="Number of queries kept from the prompt's end.")
     ] = 1024,
     layers: Annotated[
-        int | None, typer.Option(min=1, help="So many, spread evenly; all, if not given.")
+        int | None,
+        typer.Option(min=1, help="Number of layers to record, spread evenly; default: all."),
     ] = None,
     most: Annotated[
         int,
@@ -66,22 +72,22 @@ def profile(
             parser=arguments.size,
             metavar="SIZE",
             show_default="1GiB",
-            help="Of all traces; more is refused before anything is recorded.",
+            help="Limit of all traces together; a larger recording is refused before it starts.",
         ),
     ] = GIB,
     as_json: arguments.Json = False,
     plot_file: PlotOption = None,
 ) -> None:
-    """Record traces from a real vLLM in page mode, and show what co-activation is in them.
+    """Record traces from a real vLLM in page mode, and show their co-activation.
 
-    A trace has the queries of the decode steps and of the prompt's end, and all keys, of each layer
-    and head. Attention is exact; the next token of each decode step is the document's. Run again,
-    the command records only documents that are missing, so an interrupted one goes on.
+    A trace holds, for each layer and head, all keys and the queries of the decode steps and of the
+    prompt's end. Attention is exact; the next token of each decode step is the document's. A second
+    run records only the missing documents, so an interrupted run can go on.
 
-    Then it shows, of the pages that a decode step activates, how many the step before had, how many
-    popularity finds, and the profile of another document as the control; and the half test: half of
-    a step's pages is shown, and the other half guessed. `ssdkv bench clusters DIR` measures methods
-    on the same traces.
+    The tables show the share of a decode step's pages that the step before had and the share that
+    popularity predicts, with another document's profile as the control. The half test shows half of
+    a step's pages and predicts the other half. `ssdkv bench clusters DIR` measures methods on the
+    same traces.
     """
     from vllm_ssdkv.profiling.rig.plot import require_plot
 

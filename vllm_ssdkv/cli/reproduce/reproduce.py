@@ -22,26 +22,27 @@ if TYPE_CHECKING:
 
 def reproduce(
     rows: Annotated[
-        str | None, typer.Option(help="Rows that are shown, e.g. P3,P17; all, if missing.")
+        str | None, typer.Option(help="Rows to show, such as P3,P17; default: all.")
     ] = None,
     traces: Annotated[
         Path | None,
         typer.Option(
             parser=arguments.directory,
             metavar="DIR",
-            help="Traces of `ssdkv profile`: answer P10 to P14 with them, by the lab of "
-            "`ssdkv bench clusters`, in place of the figures on record. Minutes of one core.",
+            help="Directory of traces made by `ssdkv profile`. They answer P10 to P14 through the "
+            "lab of `ssdkv bench clusters`, in place of the recorded numbers. This takes minutes "
+            "of one core.",
         ),
     ] = None,
     markdown: Annotated[
         Path | None,
-        typer.Option(parser=arguments.file_to_write, metavar="FILE", help="Write the tables."),
+        typer.Option(parser=arguments.file_to_write, metavar="FILE", help="File for the tables."),
     ] = None,
     figure: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Draw one figure into `--plot`: instinfer-devices, -batches or -traffic, "
+            help="Chart to draw into `--plot`: instinfer-devices, -batches or -traffic, "
             "swarm-entries, hilos-intervals, -shares, -ablation, -kernel or -endurance, "
             "dockerssd-lengths, -cache or -nodes, flexgen-batches.",
         ),
@@ -49,14 +50,17 @@ def reproduce(
     plot_file: PlotOption = None,
     as_json: arguments.Json = False,
 ) -> None:
-    """Simulate what InstInfer, Swarm, HILOS, DockerSSD and FlexGen published, and compare.
+    """Simulate the published results of InstInfer, Swarm, HILOS, DockerSSD and FlexGen, and
+    compare.
 
-    Each row has the published figure, ours, how far apart they are, the tolerance, and whether ours
-    was predicted or made a constant. A row outside of its tolerance is shown as a miss, with what
-    the paper leaves out. Baselines of the papers stand beside the same work on a good I/O path.
+    Each row has the published number, ours, their distance, the tolerance, and whether ours was
+    predicted or made a constant. A row outside of its tolerance is shown as a miss, with the facts
+    that the paper leaves out. Baselines of the papers stand beside the same work on a good I/O
+    path.
 
-    Nothing is measured: seconds of one core. `docs/papers.md` has the whole list. With `--traces`
-    a last table has what Swarm's rows come to on queries and keys that a model computed.
+    The command measures nothing and takes seconds of one core. `docs/papers.md` has the whole list.
+    With `--traces`, a last table has the results of Swarm's rows on queries and keys that a model
+    computed.
     """
     from vllm_ssdkv.profiling.rig.plot import require_plot
     from vllm_ssdkv.profiling.simulation.papers.curves import CURVES

@@ -113,25 +113,26 @@ def fsck(
     directories: arguments.Devices = None,
     state_dir: arguments.StateDir = None,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Drop what is wrong; good data is never touched.")
+        bool, typer.Option("--repair", help="Drop damaged data; good data is never touched.")
     ] = False,
     from_headers: Annotated[
         bool,
         typer.Option(
             "--from-headers",
-            help="Look for blocks that the journal does not name by the headers of all slots. "
-            "With --repair they are found again, and the old journal is kept as journal.rejected.",
+            help="Search the headers of all slots for blocks that the journal does not name. With "
+            "--repair they are added to the index, and the old journal is kept as "
+            "journal.rejected.",
         ),
     ] = False,
     json_wanted: arguments.Json = False,
 ) -> None:
     """Check a store that no engine uses: its files, and every page of every stored block.
 
-    A device that is absent is a problem, and repair needs it, unless an engine has used the store
-    without it since. What lies on the others is checked.
+    An absent device is a problem, and repair needs it, unless an engine has used the store without
+    it since. The other devices are checked in any case.
 
-    Exits with 0 when all is well, 1 when there are problems (also when they were repaired), 2 when
-    the store cannot be checked.
+    Exits with 0 when there are no problems, 1 when there are some (also when they were repaired), 2
+    when the store cannot be checked.
     """
     messages = Console(stderr=True)
     try:

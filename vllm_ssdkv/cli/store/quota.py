@@ -90,7 +90,7 @@ def quota(
         typer.Argument(
             parser=arguments.place,
             metavar="DIR...",
-            help="Where to look; default: the cache directory.",
+            help="Directories to search; default: the cache directory.",
         ),
     ] = None,
     capacity: Annotated[
@@ -98,16 +98,16 @@ def quota(
         typer.Option(
             parser=_capacity,
             metavar="SIZE",
-            help="Show what this size of each device would mean, e.g. 200GiB.",
+            help="Show the effect of this size of each device, such as 200GiB.",
         ),
     ] = None,
     as_json: arguments.Json = False,
 ) -> None:
-    """Show the room that stores have and take, and what else is on their file systems.
+    """Show the space that stores have and use, and the other data on their file systems.
 
-    Looks in the cache directory, or in DIR, and two folders below. Changes nothing: capacity is an
-    option of the engine, devices[].capacity, and is applied at its next start. Exits with 1 when a
-    store cannot be read; the others are shown.
+    The command looks in the cache directory or in DIR, and two folders below. It changes nothing:
+    the capacity is an option of the engine, devices[].capacity, and takes effect at its next start.
+    Exits with 1 when a store cannot be read; the others are shown.
     """
     stores, broken = look_at_all(directories, partial(store_space, capacity=capacity))
     try:

@@ -17,11 +17,11 @@ def resume(
     state_dir: arguments.StateDir = None,
     as_json: arguments.Json = False,
 ) -> None:
-    """Take back a store that was suspended because a verified hit differed.
+    """Resume a store that was suspended because a verified hit differed.
 
-    The next engine finds what was stored up to the last good verified hit. Do this when you know
-    why the hit differed, and that the store is right: after a setting was put back, say. Exits
-    with 1 while an engine runs on it.
+    The next engine finds the blocks stored up to the last good verified hit. Do this once you know
+    why the hit differed and that the store is right, for example after you restored a setting.
+    Exits with 1 while an engine runs on it.
     """
     try:
         found = resume_store(find_store(directories or [], state_dir))

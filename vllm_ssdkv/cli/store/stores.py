@@ -114,14 +114,14 @@ def list_stores(
         typer.Argument(
             parser=arguments.place,
             metavar="DIR...",
-            help="Where to look; default: the cache directory.",
+            help="Directories to search; default: the cache directory.",
         ),
     ] = None,
     as_json: arguments.Json = False,
 ) -> None:
-    """List the stores in the cache directory, or in DIR, and two folders below.
+    """List the stores in the cache directory or in DIR, and two folders below.
 
-    Exits with 1 when one of them cannot be read; the others are listed.
+    Exits with 1 when a store cannot be read; the others are listed.
     """
     found, broken = look_at_all(directories, summarize)
     if as_json:
@@ -151,7 +151,7 @@ def inspect(
     state_dir: arguments.StateDir = None,
     as_json: arguments.Json = False,
 ) -> None:
-    """Show one store: geometry, devices, sizes, what the journal holds. Changes nothing."""
+    """Show one store: geometry, devices, sizes, and the content of its journal. Changes nothing."""
     with _errors():
         details = inspect_store(find_store(directories or [], state_dir))
     if as_json:
@@ -203,26 +203,26 @@ def _show(details: StoreDetails, console: Console) -> None:
 def remove(
     directories: arguments.Devices = None,
     state_dir: arguments.StateDir = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
     left_over: Annotated[
         str | None,
         typer.Option(
             "--left-over",
             metavar="STORE",
-            help="Remove what the store with this UUID, which was removed while their drives were "
-            "away, has left in DIR.",
+            help="UUID of a store that was removed while the drives in DIR were away; its remains "
+            "there are removed.",
         ),
     ] = None,
     as_json: arguments.Json = False,
 ) -> None:
     """Remove one store that no engine uses: its own files, and the superblocks of raw devices.
 
-    Only what carries the name of the store goes. Devices that are not named go with their state
-    directory, when they say that it is theirs: a copy of it, or a backup, is not. What goes, of
-    which store, and what is left alone is shown first.
+    The command removes only files that carry the name of the store. It also removes devices that
+    you do not name, if they name the state directory as theirs; a copy or a backup does not count.
+    It shows first the store, the files to be removed and the files that stay.
 
-    Exits with 1 when it is in use, when the answer is no, or when one of its devices is not there:
-    what is on that one is removed with --left-over when it is back.
+    Exits with 1 when the store is in use, when you answer no, or when one of its devices is absent.
+    When that device is back, remove its files with --left-over.
     """
     with _errors():
         if left_over is None:
