@@ -17,8 +17,7 @@ from vllm_ssdkv.base.sizes import MIB
 Origin: TypeAlias = Literal[
     "measured", "simulated", "synthesised", "calibrated", "published", "assumed"
 ]
-"""Where a figure comes from. ``assumed``: nobody measured it, the text beside it says why it is so.
-"""
+"""Source of a number. ``assumed``: nobody measured it, the text beside it says why it is so."""
 
 CardName: TypeAlias = Literal["smartssd", "flash-controller"]
 
@@ -72,7 +71,7 @@ HILOS_CLOCK: Final = 296.05e6
 HILOS_BLOCK_CYCLES: Final[Mapping[int, int]] = MappingProxyType({1: 1630, 4: 1658, 5: 1723})
 """Cycles of a block of 128 tokens, d = 128, by query heads of a KV head: Table 3 at 296.05 MHz."""
 HILOS_GFLOPS: Final[Mapping[int, float]] = MappingProxyType({1: 11.9, 4: 46.8, 5: 56.3})
-"""Of HILOS' kernel, by query heads of a KV head (P20)."""
+"""GFLOPS of HILOS' kernel, by query heads of a KV head (P20)."""
 DDR_BANDWIDTH: Final = 19.2e9
 """Bytes/s of one DDR4-2400 channel."""
 DDR_EFFICIENCY: Final = (
@@ -132,4 +131,5 @@ HILOS_CELLS: Final[Mapping[int, Resources]] = MappingProxyType(
 INSTINFER_ATTENTION: Final = Resources(lut=99_200, ff=0, dsp=768, bram36=0)
 INSTINFER_TOPK: Final = Resources(lut=5_830, ff=0, dsp=0, bram36=24)
 INSTINFER_FILTERS: Final = Resources(lut=58_300, ff=0, dsp=0, bram36=0)
-"""Of the controller's eight channels together. InstInfer's table of resources; 0: not compared."""
+"""Resources of the controller's eight channels together. InstInfer's table of resources; 0: not
+compared."""

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 VERSION = 1
-"""Of everything here. A library or xclbin of another version is refused."""
+"""Version of this interface. A library or xclbin of another version is refused."""
 
 HEAD_SIZES = (64, 128, 256)
 GROUPS = (1, 2, 4, 5, 8)
@@ -33,9 +33,11 @@ PAGE_TOKENS = 16
 BLOCK_TOKENS = 128
 """Tokens that the kernels work on at a time."""
 BEAT_BYTES = 64
-"""Of the ports that read pages, and the alignment of every address but those of channels."""
+"""Bytes of a beat of the ports that read pages, and the alignment of every address but those of
+channels."""
 CHANNEL_BEAT_BYTES = 32
-"""Of the port that reads channels: 16 tokens of one channel, and the alignment of their blocks."""
+"""Bytes of a beat of the port that reads channels: 16 tokens of one channel, and the alignment of
+their blocks."""
 SCORE_TOKENS = 16
 """Tokens of one beat of channels."""
 

@@ -108,7 +108,7 @@ _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
     "int": (int,),
     "float": (int, float),
 }
-"""Of values in a file, by the annotation of their field."""
+"""Types of values in a file, by the annotation of their field."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ DESIGNS: Final[Mapping[str, Design]] = {
     "topk": Design("argtopk"),
     "checksum": Design("checksum", head_size=True),
 }
-"""By their names in the results."""
+"""Designs by their names in the results."""
 
 
 def synthesise(

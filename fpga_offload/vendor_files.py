@@ -22,7 +22,7 @@ from vllm_ssdkv.fpga_offload.description import (
 )
 
 PLATFORM: Final = "xilinx_u2_gen3x4_xdma_gc_2_202110_1"
-"""Of the SmartSSD."""
+"""Platform of the SmartSSD."""
 MEMORY: Final = "bank0"
 """Tag of its only DDR, as ``platforminfo`` lists it."""
 RTL_PORTS: Final[Mapping[str, str]] = MappingProxyType(

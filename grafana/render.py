@@ -32,7 +32,7 @@ _DAY_S: Final = 86400.0
 _TICKS_S: Final = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600)
 _MOST_TICKS: Final = 6
 _COLORS: Final = {"red": "#d44a3a", "orange": "#ff9830", "blue": "#1f60c4"}
-"""By Grafana's names."""
+"""Colours by Grafana's names."""
 
 Named = tuple[str, NDArray[np.float64]]
 """A series: its name, and its values on the period's grid, NaN where it has none."""

@@ -28,9 +28,9 @@ from vllm_ssdkv.profiling.rig.page_engine import STAGING
 
 DEVICES: Final = 4
 RULE: Final[dict[str, object]] = {"bandwidth": 16 * MIB, "iops": 2500.0, "latency": 0.0005}
-"""Of each device, as in ``ssdkv bench decode``."""
+"""Speed of each device, as in ``ssdkv bench decode``."""
 FRAMES: Final = 8 * MIB
-"""Of DRAM, beside a fifth of the contexts' KV."""
+"""Bytes of DRAM for frames, beside a fifth of the contexts' KV."""
 
 
 def measure(

@@ -27,7 +27,7 @@ PREFILL = 2048
 """Tokens of a prompt that is stored."""
 PREFILL_REPEATS = 21
 PREFILL_REST_S = 0.3
-"""After a prompt, for the drive to be done with it."""
+"""Pause after a prompt, in which the drive finishes its writes."""
 
 
 def _engine(job: Job, mib: int, seats: int) -> Engine:

@@ -56,7 +56,7 @@ HITS = (MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 DRAM_BYTES = 320 * MIB
 ENGINE_S = 0.3
 ONE_THREAD_BYTES = 3 * MIB
-"""Of what has arrived at once, so much is not worth a second thread."""
+"""Bytes of data arrived at once that are not worth a second thread."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ STEPS = BLOCK
 """Steps in a row with metrics, and as many without: in each turn one block is completed. With
 shorter turns all blocks may be completed with metrics, or all without."""
 PAIRS, LEAST_PAIRS = 120, 25
-"""At most and at least."""
+"""Maximum and minimum number of pairs."""
 PAIRS_S = 30.0
 """Seconds after which the least number of pairs is enough."""
 WATCHED = 25 * STEPS
@@ -132,7 +132,7 @@ class Watched:
 
 
 Watch: TypeAlias = dict[str, Watched]
-"""By the name of what is called."""
+"""Watched calls by the name of the called function."""
 
 
 def _watch(

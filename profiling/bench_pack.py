@@ -36,8 +36,8 @@ from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.memory.summary_rows import with_summaries
 
 ROTATION = 4
-"""So many times the blocks of a call there are, and frames: calls in a row find neither in the
-processor's cache, as steps do."""
+"""Number of times that the blocks of a call, and the frames, exist: calls in a row find neither in
+the processor's cache, as in steps."""
 
 
 @dataclass(frozen=True, slots=True)

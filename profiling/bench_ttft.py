@@ -55,7 +55,7 @@ came at once were loaded at half of their speed after this rest."""
 DRIVES = ("as it is", "throttled")
 LOADS = ("always", "auto")
 REGION_BYTES = 256 * MIB
-"""Of the file, per drive, that the engine alone reads."""
+"""Bytes of the file, per drive, that the engine alone reads."""
 ALONE_S = 0.3
 """Seconds of one run of it, at least."""
 BATCHES_S = 3 * REST_S

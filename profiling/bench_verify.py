@@ -32,7 +32,7 @@ EVERY = 256
 KINDS = ("out", "off", "verified")
 TURNS = 31
 DRAM = {"DRAM": "256MiB", "drive": "4MiB"}
-"""Where hits come from, and the option ``dram_gib`` with which they do."""
+"""Source of the hits, and the option ``dram_gib`` that makes it so."""
 
 
 _VERIFICATION = ("shorten", "extend", "computed", "forget")

@@ -40,7 +40,7 @@ ROWS: Final = (RowSize(3, 5), RowSize(0, 1), RowSize(1, 70), RowSize(7, 16))
 """One has no context, and windows take less and more than a block."""
 
 _NEAR: Final = 1e-3
-"""Of logits, scores and masses, which are float32."""
+"""Tolerance of logits, scores and masses, which are float32."""
 
 _FILL: Final = 0xA5
 

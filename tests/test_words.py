@@ -278,7 +278,7 @@ def fragments(texts: Iterable[str]) -> list[str]:
     return [text for text in texts if text and re.split(r"\W", text)[0].capitalize() in FRAGMENTS]
 
 
-@pytest.mark.parametrize("texts", [helps], ids=lambda texts: texts.__name__)
+@pytest.mark.parametrize("texts", [helps, constants], ids=lambda texts: texts.__name__)
 def test_no_text_is_a_fragment(texts: Callable[[ast.Module], Iterable[str]]) -> None:
     """Helps, texts of options and metrics, and constants name their thing first."""
     found = {

@@ -25,7 +25,7 @@ jit = cast("Callable[[Callable[..., None]], Kernel]", triton.jit)
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
 inline = cast("Callable[[_Function], _Function]", triton.jit)
-"""The same for a function that kernels call."""
+"""``triton.jit`` for a function that kernels call."""
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """True if kernels run in Triton's interpreter, on CPU tensors."""

@@ -15,7 +15,7 @@ from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.triton_kernels.launch import TL_DTYPES, jit, on_device_of, padded, require
 
 TURNS = 3
-"""Of power iteration (``kPowerTurns``)."""
+"""Turns of power iteration (``kPowerTurns``)."""
 
 _TILE = 64
 

@@ -51,13 +51,13 @@ from vllm_ssdkv.fpga_offload.xrt.runtime import (
 logger = logging.getLogger(__name__)
 
 LEAST_BYTES: Final = 4096
-"""Of a buffer: one page of memory."""
+"""Minimum size of a buffer: one page of memory."""
 
 POOL_BYTES: Final = 1 << 30
-"""Of the card's memory for pages that come from the host: a SmartSSD has 4 GiB."""
+"""Bytes of the card's memory for pages that come from the host: a SmartSSD has 4 GiB."""
 
 TRIAL_TOKENS: Final = 40
-"""Of the context that each card attends to first: three pages, the last of them partial."""
+"""Tokens of the context that each card attends to first: three pages, the last of them partial."""
 TRIAL_ERROR: Final = 1e-4
 """Largest distance from float64, over the largest output."""
 

@@ -28,7 +28,7 @@ NO_ANSWER: Final = {8: "timeout", 9: "no response"}
 
 BRIDGE: Final = "libssdkv_xrt.so"
 BRIDGE_VERSION: Final = 2
-"""Of its functions."""
+"""Version of its functions."""
 _TEXT_BYTES: Final = 1 << 16
 
 KernelArguments: TypeAlias = Mapping[str, Sequence[tuple[str, int, int]]]

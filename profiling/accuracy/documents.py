@@ -70,7 +70,7 @@ DOCUMENTS: Final[dict[str, Callable[[], str]]] = {
     "inspect": lambda: _source("inspect"),
     "argparse": lambda: _source("argparse"),
 }
-"""By name: two of prose, two of code."""
+"""Documents by name: two of prose, two of code."""
 PROSE: Final = "licences", "reference"
 
 

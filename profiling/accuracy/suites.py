@@ -25,7 +25,8 @@ SuiteName = Literal["text", "needles", "json"]
 SUITES: Final[tuple[SuiteName, ...]] = get_args(SuiteName)
 
 FORCED_TOKENS: Final = 256
-"""Of a document: the first comes from the prompt, the others from 255 decode steps."""
+"""Number of forced tokens of a document: the first comes from the prompt, the others from 255
+decode steps."""
 NEEDLES: Final = (
     "The access code of the Lisbon office is",
     "The ticket to the opera in Vienna cost",

@@ -23,7 +23,7 @@ from vllm_ssdkv.store.memory.arena import Arena
 logger = logging.getLogger(__name__)
 
 DEADLINE_S = 60.0
-"""Of a batch, and of an engine's end."""
+"""Time limit of a batch, and of an engine's end."""
 _NOT_COMPARABLE = {"auto", "noop"}
 """A choice among the others, and one that moves nothing."""
 

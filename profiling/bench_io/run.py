@@ -18,9 +18,9 @@ class Result:
     contender: str
     samples: list[Sample] = field(default_factory=list)
     refused: str | None = None
-    """Why it does not run this case; it has no samples then."""
+    """Reason why it does not run this case; it has no samples then."""
     error: str | None = None
-    """What went wrong; samples of runs before it are kept, but count for nothing."""
+    """Error of the run; samples of runs before it are kept, but count for nothing."""
 
     @property
     def measured(self) -> bool:

@@ -33,7 +33,7 @@ from vllm_ssdkv.store.tiered_store import TieredStore
 from vllm_ssdkv.store.write_policy import WritePolicy
 
 _TOKENS = 16
-"""Of a block; nothing depends on it."""
+"""Tokens of a block; nothing depends on it."""
 
 RUNNING = 2
 """Requests that run at a time: the last ones that were loaded."""

@@ -25,7 +25,7 @@ from vllm_ssdkv.store.io.engines.protocol import Op
 from vllm_ssdkv.store.memory.arena import Arena
 
 SLOW_FACTOR = 5.0
-"""How much slower the slow device is."""
+"""Factor by which the slow device is slower."""
 
 UNIT_BYTES = 512 * 1024
 """I/O size of the dense measurements: our stripe unit, and what throttled devices do not split."""
@@ -34,7 +34,7 @@ SPARSE_BYTES = 8 * 1024
 """One page of a sparse read."""
 
 RAID_FILE_BYTES = 128 * MIB
-"""What fio reads on RAID-0."""
+"""Bytes that fio reads on RAID-0."""
 
 TRUST = 0.9
 """fio must reach this share of the devices' sum, or nothing measured on them means anything."""
@@ -42,7 +42,7 @@ TRUST = 0.9
 
 RAID0 = "vLLM fs, RAID-0"
 ONE_DEVICE = "vLLM fs, one device"
-"""Where vLLM's block files lie: it takes one directory."""
+"""Place of vLLM's block files: it takes one directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from vllm_ssdkv.profiling.vssd.ssds import DEFAULT_FOLDER, Ssds, ssds
 Kind: TypeAlias = Literal["fuse", "loop", "twin"]
 
 CAPACITY = 768 * MIB
-"""Of each device; becomes used memory only where something is written."""
+"""Capacity of each device; it becomes used memory only where something is written."""
 
 
 @dataclass(slots=True)

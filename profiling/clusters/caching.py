@@ -20,7 +20,7 @@ GUESSES: Final = 16
 """Pages per head that are read ahead."""
 DECAY: Final = 0.7
 COUNT_DECAY: Final = 0.9
-"""Of the count of choices that guesses go by."""
+"""Decay of the count of choices that the predictions use."""
 
 
 class Policy(Protocol):

@@ -26,7 +26,7 @@ class Drive:
 
 DRIVES: Final = (Drive("PM9A3", 6.9e9, 1.1e6), Drive("900P", 2.5e9, 0.55e6))
 PAGE_BYTES: Final = 8192
-"""Of one KV head at head size 128 and 16 bits."""
+"""Bytes of a page of one KV head at head size 128 and 16 bits."""
 MOST_JOINED: Final = 64
 """Pages of a request: 512 KiB."""
 

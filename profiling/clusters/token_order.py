@@ -13,7 +13,7 @@ import numpy as np
 from vllm_ssdkv.profiling.clusters.trace import F32, I64, PAGE, Bools
 
 ITERATIONS = 8
-"""Of the power method for each halving."""
+"""Iterations of the power method for each halving."""
 
 
 def by_position(tokens: int) -> I64:

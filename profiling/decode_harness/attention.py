@@ -13,7 +13,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from vllm_ssdkv.profiling.decode_harness.part_clock import AttentionTimer
 
 NAME: Final = "vllm_ssdkv_harness"
-"""Of the function in transformers' registry. Names that its mask registry lacks get no mask."""
+"""Name of the function in transformers' registry. Names that its mask registry lacks get no
+mask."""
 
 
 class Attention(Protocol):

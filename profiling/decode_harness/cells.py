@@ -32,8 +32,8 @@ BUDGET: Final = 1 / 8
 """Share of the tokens that a selector chooses from."""
 
 DRAM_SHARE: Final = 1 / 5
-"""Of the contexts' KV that DRAM holds where they are read from the drive, as in the product's own
-benchmark of decoding."""
+"""Share of the contexts' KV that DRAM holds if they are read from the drive, as in the product's
+own benchmark of decoding."""
 
 STEPS_AHEAD: Final = 256
 """Tokens that may be decoded behind a context."""

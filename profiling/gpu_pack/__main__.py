@@ -27,7 +27,7 @@ STAGES: Final = (
     Stage("decode", "vllm_ssdkv.profiling.decode_harness.stage", 200, 120),
     Stage("sanitizer", f"{_HERE}.sanitizer", 90, 90),
 )
-"""In order of value.
+"""Stages in order of value.
 
 On an H100 all but ``vllm`` took 380 s. A rehearsal takes four minutes on two cores; its limits
 leave room for a busy machine.

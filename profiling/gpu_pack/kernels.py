@@ -65,7 +65,7 @@ _MODELS_OF: Final = {
     torch.float16: _MODELS[::2],
     torch.float32: _MODELS[1::2],
 }
-"""By dtype: compiling for one takes half a minute of a core."""
+"""Models by dtype: compiling for one takes half a minute of a core."""
 
 _SMALL_SHAPES: Final = (RowShape(1, 50, 0, 51), RowShape(9, 20, 0, 29), RowShape(2, 9, 0, 0))
 _SMALL_ROWS: Final = (RowSize(2, 5), RowSize(0, 1), RowSize(1, 20))

@@ -55,7 +55,7 @@ class Shape:
 
 TINY: Final = Shape(2, 256, 512, 4, 2, 64, 512)
 LLAMA_8B: Final = Shape(4, 4096, 14336, 32, 8, 128, 128256)
-"""With 4 of its 32 layers."""
+"""Shape of Llama 8B with 4 of its 32 layers."""
 
 _GAINS: Final = {"q_proj": 1.6, "k_proj": 1.6, "v_proj": 2.0, "o_proj": 2.0, "lm_head": 3.0}
 """Standard deviation of outputs for inputs of unit variance. Scores have one of about 2.5, so that

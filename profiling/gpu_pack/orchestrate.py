@@ -19,7 +19,7 @@ LOG_BYTES: Final = 4 << 20
 """Most bytes of a stage's log; what comes later is counted and dropped."""
 
 GRACE_S: Final = 3.0
-"""Between SIGTERM and SIGKILL."""
+"""Time between SIGTERM and SIGKILL."""
 
 _CUT: Final = b"\n[the log is cut here]\n"
 

@@ -39,7 +39,7 @@ RESULT: Final = "result.jsonl"
 _TIMED: Final = 4
 """Tokens of an answer whose first token is timed."""
 _REST_S: Final = 0.3
-"""For writes to reach the drive before the next prompt."""
+"""Pause in which writes reach the drive before the next prompt."""
 
 Tell = Callable[[dict[str, Any]], None]
 

@@ -99,7 +99,7 @@ CELLS: Final = (
         cuda_only=True,
     ),
 )
-"""In order of value."""
+"""Cells in order of value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ _OPERATORS: Final = "vLLM's operators as packed"
 _HERE: Final = "vllm_ssdkv.profiling.gpu_pack"
 _OPERATORS_S: Final = 45.0
 _GRACE_S: Final = 5.0
-"""For the process of the cells to say what it left out."""
+"""Time in which the process of the cells reports the cells that it left out."""
 
 
 def run(run: StageRun) -> None:

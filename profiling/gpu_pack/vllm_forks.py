@@ -34,10 +34,10 @@ NOT_MEASURED: Final = "not measured"
 
 _CELL_S: Final = 60.0
 _DUMP_S: Final = 0.5
-"""For an overdue process to write down where its threads are."""
+"""Time in which an overdue process writes down the stacks of its threads."""
 
 _CHILD_S: Final = 10.0
-"""For a child that does nothing."""
+"""Time limit of a child that does nothing."""
 
 Told = Mapping[str, Any]
 Start = Callable[[Path, Path, float], str]

@@ -28,7 +28,7 @@ FLASH_ATTENTION: Final = "vllm/vllm_flash_attn/_vllm_fa2_C.py"
 """Empty, these take the places of modules that vLLM's classes for CUDA import."""
 
 _TOLERANCE: Final = 1e-5
-"""Of one operator in float32 against its definition."""
+"""Tolerance of one operator in float32 against its definition."""
 
 _held: list[Any] = []
 """An operator goes with its library."""

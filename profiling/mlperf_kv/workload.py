@@ -17,14 +17,14 @@ from typing import Final
 WRITE_ONLY_TOKENS: Final = 10_000
 """Prompts of as many tokens are not read: another node decodes."""
 DECODE_TOKENS: Final = 32
-"""Of an answer, for which the whole prompt is read once."""
+"""Tokens of an answer, for which the whole prompt is read once."""
 SYSTEM_PROMPTS: Final = 3
 SYSTEM_TOKENS: Final = 64
-"""Of a system prompt; the specification has sentences of some words: one block."""
+"""Tokens of a system prompt; the specification has sentences of some words: one block."""
 SYSTEM_SHARE: Final = 0.5
-"""Of requests that begin with a system prompt; assumed, the specification does not say."""
+"""Share of requests that begin with a system prompt; assumed, the specification does not say."""
 TURNS: Final = 4
-"""Of a conversation; assumed, the specification does not say."""
+"""Turns of a conversation; assumed, the specification does not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Final
 
 FLEXGEN_BANDWIDTH: Final = 0.91e9
-"""Of FlexGen's path from SSD to GPU, bytes/s, derived from its published times."""
+"""Bandwidth of FlexGen's path from SSD to GPU, bytes/s, derived from its published times."""
 DRIVE_BANDWIDTH: Final = 7.66e9
 """Bytes/s that InstInfer's drive reaches, of the 11.2e9 of its eight channels."""
 KV_SHARE: Final = {"flexgen": 0.989, "instinfer": 0.807}
-"""Of a step's time, OPT-13B at batch 64, as published."""
+"""Share of a step's time, OPT-13B at batch 64, as published."""
 SPARSE_GAIN: Final = 2.08
 """Sparse against dense at batch 256 (P6): calibrates the share of pages that are read."""
 SPILL_GAIN: Final = 1.32

@@ -54,11 +54,11 @@ ROOM_BEHIND: Final = 208
 """Tokens that are decoded behind a context, at most."""
 STAGING: Final = 8 * MIB
 PATIENCE_S: Final = 60.0
-"""Of devices, and of writing contexts."""
+"""Time limit of devices, and of writing contexts."""
 _CPU: Final = torch.device("cpu")
 _OWN: Final = counter_key("offload_step_seconds")
 _STALL: Final = 1.5
-"""Of the median step: what takes longer counts as that."""
+"""Limit of a step's time as a multiple of the median: longer steps count as that."""
 FAST: Final = 10**12
 """Bytes/s of a drive that is not slowed down."""
 LINK: Final = ("query", "selection", "partials", "kv")

@@ -22,7 +22,7 @@ from vllm_ssdkv.profiling.table import Cell, Table
 
 _INSTINFER: Final = DRIVES["instinfer"]
 _AS_GOOD: Final = 0.9
-"""Of the best tokens/s."""
+"""Share of the best tokens/s that counts as equally good."""
 BESIDE: Final = (
     (
         "P3 our path",

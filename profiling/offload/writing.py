@@ -21,7 +21,7 @@ from vllm_ssdkv.profiling.offload.rig import Contexts, Sizes, opened
 LONGEST: Final = 1024
 """Tokens of a context, at most: what a token's write costs does not depend on them."""
 STEPS: Final = 64
-"""Of a turn, at least; a multiple of every interval."""
+"""Minimum number of steps of a turn; a multiple of every interval."""
 TURNS: Final = 3
 """The fastest counts, as others work beside it."""
 

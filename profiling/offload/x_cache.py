@@ -17,7 +17,7 @@ from vllm_ssdkv.offload.xcache.x_rule import XRates, XShape, best_share, times
 from vllm_ssdkv.profiling.offload.rig import Sizes
 
 TURNS: Final = 5
-"""Of a projection; the fastest counts, as others work beside it."""
+"""Turns of a projection; the fastest counts, as others work beside it."""
 
 
 @dataclass(frozen=True, slots=True)

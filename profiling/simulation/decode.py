@@ -25,13 +25,13 @@ from vllm_ssdkv.profiling.simulation.storage import Storage
 Place: TypeAlias = Literal["hbm", "dram", "drives"]
 
 WRITE_BYTES: Final = 4096
-"""Of the smallest write."""
+"""Bytes of the smallest write."""
 READ_BYTES: Final = 512 * 1024
-"""Of one read: neighbours are joined up to this."""
+"""Bytes of one read: neighbours are joined up to this."""
 LAST: Final = 1 << 30
 """Turn of writes: behind everything that a layer waits for."""
 SHARE_ROUNDING: Final = 1e-9
-"""Of sums of parts of 1."""
+"""Rounding error of sums of parts of 1."""
 WAITING_LAYERS: Final = 2
 """Layers of a prompt that may wait to be written."""
 

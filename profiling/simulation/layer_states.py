@@ -96,4 +96,4 @@ STATES: Final[Mapping[str, Callable[[Fields], StateSize]]] = {
     "granitemoehybrid": granite,
     "qwen3_next": gated_delta,
 }
-"""By the type of the model."""
+"""States by the type of the model."""

@@ -28,7 +28,7 @@ from vllm_ssdkv.profiling.simulation.hardware import (
 from vllm_ssdkv.store.placement.lanes import lanes_for
 
 NORMAL_P99: Final = 2.326
-"""Of a normal distribution: 99 of 100 lie below so many standard deviations."""
+"""Standard deviations below which 99 of 100 values of a normal distribution lie."""
 
 
 def drawn(median_s: float, p99_s: float | None, draw: str) -> float:

@@ -31,7 +31,7 @@ from vllm_ssdkv.profiling.simulation.storage import AttendingDrive, NodeDrive, P
 COPY_PASSES = 3
 """Bytes of DRAM's bandwidth for a copied one: read, fetched at its place, written."""
 PAGE_BYTES = 4096
-"""Of the page cache, which mapped files are read by."""
+"""Bytes of a page of the page cache, through which mapped files are read."""
 SETTLING = 48
 """Steps after which the product's share has settled."""
 CALIBRATED_BATCH = 64

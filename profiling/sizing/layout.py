@@ -13,9 +13,9 @@ from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.memory_plan import MemoryPlan, SparseMemory
 
 BLOCK_TOKENS: Final = 16
-"""Of vLLM's blocks, unless it is told."""
+"""Tokens of vLLM's blocks by default."""
 CPU_BLOCK_TOKENS: Final = 128
-"""The same on a processor."""
+"""Tokens of vLLM's blocks by default on a processor."""
 LARGEST_READ: Final = 512 * 1024
 """Bytes of a request: neighbours on a drive are joined up to this."""
 

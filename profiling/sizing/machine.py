@@ -21,7 +21,7 @@ from vllm_ssdkv.profiling.simulation.hardware import Drive, Gpu, Link, described
 
 COSTS: Final = Path(__file__).parent / "data" / "costs.yaml"
 WEIGHTS_SHARE: Final = 0.9
-"""Of the memory of a GPU, what vLLM takes unless it is told: weights, work space and KV."""
+"""Share of a GPU's memory that vLLM takes by default: weights, work space and KV."""
 STEP_OVERHEAD_S: Final = 0.003
 """Seconds of a step that are neither memory nor arithmetic: assumed, of vLLM on a GPU."""
 MOST_DRIVES: Final = 1024

@@ -25,7 +25,7 @@ from vllm_ssdkv.profiling.recall.run import Batch
 WINDOW: Final = 64
 BUDGET: Final = 0.125
 DEADLINE_S: Final = 120.0
-"""Of a read: drives that are so slow are not out of use."""
+"""Time limit of a read: drives that are so slow are not out of use."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 from vllm_ssdkv.base.errors import ConfigError
 
 BYTES_PER_TOKEN: Final = 4.0
-"""Of text, where there is no tokenizer."""
+"""Bytes per token of text without a tokenizer."""
 DEFAULT_OUTPUT: Final = 256
 """Tokens of an answer that no request limits."""
 MOST_TOKENS: Final = 100_000_000

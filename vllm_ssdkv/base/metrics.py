@@ -28,9 +28,9 @@ from vllm_ssdkv.base.metrics_sparse import SPARSE_METRICS
 from vllm_ssdkv.base.wait_reason import WaitReason
 
 TELL_INTERVAL_S: Final = 0.5
-"""How often a process brings its gauges up to date, and how often the engine tells its numbers,
-while requests run: a step may be shorter than telling takes. So what ``/metrics`` shows is no older
-than twice this, and a step."""
+"""Interval at which a process updates its gauges, and at which the engine reports its counters
+while requests run: a step may be shorter than a report takes. So ``/metrics`` lags by at most
+twice this, and a step."""
 
 _BUCKET: Final = "le"
 _SUM: Final = "sum"

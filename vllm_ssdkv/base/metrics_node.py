@@ -44,7 +44,7 @@ NODE_METRICS: Final[tuple[Metric, ...]] = (
         Label("end", ("served", "taken_over")),
     ),
 )
-"""In the order of the document."""
+"""Metrics of nodes, in the order of the document."""
 
 
 CALLS: Final = (

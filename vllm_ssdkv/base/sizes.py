@@ -14,7 +14,8 @@ TIB: Final = 1 << 40
 _BINARY: Final = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
 _DECIMAL: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _LETTERS: Final = {name[0]: factor for name, factor in _BINARY.items()}
-"""As the options of fio, Docker, systemd, QEMU and ``dd`` have them."""
+"""Single letters as units, with the meaning that fio, Docker, systemd, QEMU and ``dd`` give
+them."""
 _UNITS: Final[dict[str, int]] = {
     unit.upper(): factor for unit, factor in ({"B": 1} | _BINARY | _DECIMAL | _LETTERS).items()
 }

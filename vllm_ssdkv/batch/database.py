@@ -16,7 +16,7 @@ from vllm_ssdkv.base.sizes import KIB, MIB
 
 VERSION: Final = 3
 BUSY_S: Final = 30.0
-"""How long a call waits for another process's transaction."""
+"""Time that a call waits for another process's transaction."""
 _AGAIN_S: Final = 0.01
 _DAMAGE: Final = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 

@@ -23,7 +23,7 @@ from vllm_ssdkv.config.batch import BatchConfig
 
 DAY_S: Final = 86400
 KEPT_S: Final = 30 * DAY_S
-"""What uploads and results are kept when the user names no time, as at OpenAI."""
+"""Lifetime of uploads and results for which the user names none, as at OpenAI."""
 _LIVE: Final = "(expires_at IS NULL OR expires_at > ?)"
 
 

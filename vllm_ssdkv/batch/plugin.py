@@ -46,19 +46,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RUNNER: Final = "ssdkv_batch_runner"
-"""Where the app's state holds the :class:`Runner`."""
+"""Name of the :class:`Runner` in the app's state."""
 
 
 STOP_S: Final = 30.0
-"""How long a server that ends waits for what the runner has under way."""
+"""Time that a server which ends waits for the runner's work in progress."""
 LEAST_TEXT: Final = 384 * KIB
 """Tokens that a prompt may have in any case: some are to be truncated."""
 MAX_BYTES_PER_TOKEN: Final = 32
-"""Of a whole prompt. Four are usual; single tokens, as of many blanks, may have more."""
+"""Maximum for a whole prompt. Four are usual; single tokens, such as many blanks, may have more."""
 IMAGES_UNDER_WAY: Final = 256 * MIB
 """Lines of images are long, and decoded one at a time."""
 MAX_LOGPROBS: Final = 8 * KIB
-"""Of one request; vLLM takes up to fifty microseconds for each."""
+"""Maximum of one request; vLLM takes up to fifty microseconds for each."""
 
 
 class BatchPlugin:

@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 from vllm_ssdkv.base.metrics import BATCH_METRICS, metric_key, parse_key
 
 _GAUGE_MODE: Final = "livemostrecent"
-"""With several API servers one of them runs the batches; the last one that said a number is it."""
+"""Newest value of any API server: only one of several servers runs the batches."""
 
 
 class BatchCounters:

@@ -41,10 +41,10 @@ MAX_SEARCHED: Final = 4 * KIB
 MAX_DEPTH: Final = 32
 """Lists and objects around a value in a field of a body, the field's own included."""
 MAX_TRANSFER_DEPTH: Final = 4
-"""The same of ``kv_transfer_params``. vLLM passes these on to its engine core as they are, and ends
-when they are nested some hundred deep."""
+"""Depth of ``kv_transfer_params``, counted as for :data:`MAX_DEPTH`. vLLM passes these on to its
+engine core as they are, and ends when they are nested some hundred deep."""
 BYTES_PER_TOKEN: Final = 4
-"""Of a text, where it is not known better."""
+"""Estimate for a text whose tokens are not counted."""
 
 _PROMPTS: Final = {
     CHAT: ("messages", "tools", "documents"),

@@ -20,7 +20,7 @@ MOST: Final = 0.9
 """Share of KV that may be in use when a request of a batch has its prompt in it. The rest lets
 those that run grow: vLLM would have to send one back."""
 SETTLE_S: Final = 1.0
-"""How long after it was sent the numbers of vLLM may not have a request yet."""
+"""Time after it was sent in which vLLM's numbers may not include a request."""
 STALE_S: Final = 10.0
 """An engine at work says something new within this time; what is older says nothing."""
 FIRST_ANSWER: Final = 1024

@@ -27,7 +27,7 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 STATE: Final = "ssdkv_batch"
-"""Where the app's state holds the :class:`Service`."""
+"""Name of the :class:`Service` in the app's state."""
 PURPOSE: Final = "batch"
 MAX_PAGE: Final = MIB
 """Bytes of a list; what has no room is on the next page."""

@@ -36,10 +36,10 @@ from vllm_ssdkv.batch.validator import Validator
 logger = logging.getLogger(__name__)
 
 POLL_S: Final = 1.0
-"""How long it takes at most to see what another API server process wrote."""
+"""Maximum delay until a change by another API server process is seen."""
 SWEEP_S: Final = 60.0
 TRIM_S: Final = 5.0
-"""How often free memory is given back while there are batches, and once when they have ended."""
+"""Interval at which free memory is given back while there are batches, and once after the last."""
 QUIET_S: Final = 1.0
 """Errors that pass are told once in this time; all of them are counted."""
 WELL_S: Final = 180.0

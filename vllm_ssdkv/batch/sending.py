@@ -26,16 +26,16 @@ logger = logging.getLogger(__name__)
 RETRY_S: Final = 2.0
 """Pause before what failed is tried again."""
 ATTEMPTS: Final = 3
-"""How often a request is sent that the engine answers with an error of its own."""
+"""Number of attempts for a request that the engine answers with an error of its own."""
 DEATHS: Final = 2
 """Deaths of servers that are charged to a batch, until it ends; of ``ssdkv batch run``: those that
 happen while a request is under way, until it is sent no more."""
 PATIENCE_S: Final = 10.0
-"""How long smaller requests may pass one that needs more room than is left of the batches'."""
+"""Time for which smaller requests may pass one that needs more room than the batches have left."""
 MAX_LOGPROBS: Final = 16 * KIB
 """Log probabilities of all answers under way together, or of one: they may all end at once."""
 MAX_ANSWER: Final = 128 * MIB
-"""Only embeddings of some hundred inputs come near it."""
+"""Bytes of an answer; only embeddings of some hundred inputs come near it."""
 _BUSY: Final = (429, 503)
 _PAGE: Final = 256
 _LOOKS: Final = 8

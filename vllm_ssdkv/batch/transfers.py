@@ -22,7 +22,7 @@ from vllm_ssdkv.batch.api_error import ApiError
 AT_A_TIME: Final = 64
 """Uploads and downloads together; a key has its share of them."""
 GRACE_S: Final = 60.0
-"""How long a body may take beside what it takes at ``SLOWEST``, and a client to take a piece."""
+"""Extra time for a body beyond its time at ``SLOWEST``, and for a client to take one chunk."""
 SLOWEST: Final = 16 * KIB
 """Bytes per second."""
 

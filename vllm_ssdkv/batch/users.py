@@ -20,7 +20,7 @@ from vllm_ssdkv.batch.prometheus import BatchCounters
 from vllm_ssdkv.batch.room import Engine
 
 STATE: Final = "ssdkv_batch_users"
-"""Where the app's state holds the :class:`Users`."""
+"""Name of the :class:`Users` in the app's state."""
 _OURS: Final = ("/v1/files", "/v1/batches")
 _READING: Final = ("GET", "HEAD", "OPTIONS")
 _BYTES: Final = 8

@@ -15,7 +15,7 @@ from vllm_ssdkv.batch.order import Order, arrange, block_hashes
 from vllm_ssdkv.batch.request import MAX_MODEL, NO_LIMITS, Limits, Size, parse_request
 
 MAX_ERRORS: Final = 100
-"""Of a batch that failed; the rest is likely more of the same."""
+"""Errors reported for a batch that failed; the rest is likely more of the same."""
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):

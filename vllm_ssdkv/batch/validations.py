@@ -27,9 +27,9 @@ AT_A_TIME: Final = 3
 RETRY_S: Final = 2.0
 """Pause after the first failure to read a file; each further one takes twice as long."""
 ASIDE_S: Final = 60.0
-"""How long a batch is put aside at most whose file could not be read."""
+"""Maximum time for which a batch is put aside because its file could not be read."""
 TRIES: Final = 2
-"""How often a file is read whose reading ends without a result."""
+"""Number of attempts to read a file whose reading ends without a result."""
 
 
 @dataclass(frozen=True)

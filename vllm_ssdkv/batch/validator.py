@@ -41,9 +41,9 @@ MEMORY_PER_LINE: Final = 512
 CPU_S: Final = 60
 """Seconds of a processor that a file may take, and one more per MiB. Most take 0.02 per MiB."""
 WAIT: Final = 10
-"""How many times as long it may take by the clock, on a busy machine."""
+"""Factor from ``CPU_S`` to the time by the clock, on a busy machine."""
 END_S: Final = 5.0
-"""How long the process that forks others may take to end."""
+"""Time in which the process that forks others has to end."""
 _JOB: Final = 16 * KIB
 _AT_A_TIME: Final = 4096
 _PREFIX: Final = 4

@@ -135,7 +135,7 @@ Devices = Annotated[
         "is enough if no device has moved.",
     ),
 ]
-"""Of every command on one store."""
+"""Devices argument of every command on one store."""
 
 StateDir = Annotated[
     Path | None,
@@ -146,10 +146,10 @@ StateDir = Annotated[
         help="Directory of store.json, if it is not on a device.",
     ),
 ]
-"""Of every command on one store."""
+"""State directory of every command on one store."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-"""Of every command that has results."""
+"""JSON flag of every command that has results."""
 
 
 def print_json(content: object) -> None:

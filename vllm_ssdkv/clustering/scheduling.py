@@ -22,7 +22,7 @@ from vllm_ssdkv.clustering.clusters import Clusters
 from vllm_ssdkv.clustering.co_activation import I64
 
 Replicas: TypeAlias = Sequence[Sequence[int]]
-"""Of each entry the different drives that have it, at least one."""
+"""Drives that have each entry: different ones, and at least one."""
 
 
 def round_robin(clusters: Clusters, drives: int, first: int = 0) -> I64:

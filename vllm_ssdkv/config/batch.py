@@ -74,7 +74,7 @@ class BatchConfig(OptionModel):
             "refused if none has ended, or if all ended ones belong to keys that have no more "
             "batches than its own key has unended.",
         ),
-        Reason("That is a batch an hour for six weeks; an ended batch takes less than 2 KiB."),
+        Reason("1,000: a batch an hour for six weeks; an ended batch takes less than 2 KiB."),
     ] = 1_000
     concurrency: Annotated[
         int | None,

@@ -99,9 +99,9 @@ summaries are kept and when they are read, and which requests choose at all."""
 
 MAX_DRAM_GIB: Final = 65536
 WINDOW: Final = 1024
-"""Tokens, by default."""
+"""Default window in tokens."""
 SPARSE_WINDOW: Final = 256
-"""The same with a selector that chooses."""
+"""Default window in tokens with a selector that chooses."""
 
 
 _PAGE: Final = Condition(lambda config, _: config.mode == "page", 'mode is "page"')

@@ -78,7 +78,7 @@ class FaultRule:
     seconds: float = 0.0
     """Duration of ``stall`` and ``latency``."""
     seed: int = 0
-    """Of the generator behind ``probability`` and ``corrupt``."""
+    """Seed of the generator behind ``probability`` and ``corrupt``."""
 
     def __post_init__(self) -> None:
         def number(value: object, low: float, high: float, *, whole: bool) -> bool:

@@ -30,13 +30,13 @@ class KVLayout:
     geometry: SlotGeometry
     tp_size: int
     num_blocks: int
-    """Of HBM."""
+    """Number of blocks in HBM."""
     overlaid: tuple[tuple[str, ...], ...] = ()
     has_states: bool = False
     cache_dtype: str = "auto"
     """vLLM's name of what numbers are stored as."""
     query_heads: int = 0
-    """Of this rank; 0: not known."""
+    """Number of query heads of this rank; 0: not known."""
 
     @property
     def all_layers(self) -> tuple[str, ...]:

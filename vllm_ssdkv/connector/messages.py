@@ -131,7 +131,7 @@ class Adapter:
     number: int
     digests: tuple[bytes, ...]
     changes: tuple[int, ...]
-    """Of adapters that each rank had seen when it told of this one."""
+    """Changes of adapters that each rank had seen when it reported this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class Load:
     behind: int = 0
     whole: bool = False
     adapter: Adapter | None = None
-    """With which the KV was computed; None: with the base model."""
+    """Adapter with which the KV was computed; None: with the base model."""
     compared: bool = False
     others: SlotArray = field(default_factory=_no_slots)
     other_epochs: NDArray[np.int64] = field(default_factory=_no_slots)
@@ -229,7 +229,7 @@ class Row:
     tokens: int = 1
     """Query tokens."""
     asked: RequestOptions | None = None
-    """What the request chooses for itself; None: nothing."""
+    """Options that the request sets for itself; None: none."""
     of_prompt: bool = False
     """The first query token belongs to the prompt, which is attended to exactly: a prompt of which
     all but the last token was found must not get another answer than one that was computed."""
@@ -261,8 +261,8 @@ class StepPlan:
 
     step: int
     changes: tuple[int, ...] = ()
-    """How many changes of its weights each rank has told of: the keys in this plan are bound to
-    what it had then."""
+    """Changes of weights that each rank has reported: the keys in this plan are bound to the
+    weights of then."""
     resets: int = 0
     """Resets of the cache after which a rank must have digested its weights: where it has not, it
     does so in this step."""
@@ -286,7 +286,7 @@ class StepPlan:
     discard: list[int] = field(default_factory=list)
     """Slots whose frames are worthless: dropped, or never to be committed."""
     segments: tuple[Segment, ...] | None = None
-    """Where the slots of this and later plans are; None: as before."""
+    """Segments with the slots of this and later plans; None: as before."""
     believed: list[tuple[int, int]] = field(default_factory=list)
     """(slot, epoch) pairs that are or were stored, of those that were said to be bad or mended."""
     trim: SlotArray | None = None
@@ -333,9 +333,10 @@ class RankReport:
     weights: bytes = b""
     """Digest of the weights, which have changed; empty: they have not."""
     changes: int = 0
-    """How often they have, all together."""
+    """Number of changes of the weights, all together."""
     unseen: bool = False
-    """Only a digest has shown that the weights have changed, not the looks between digests."""
+    """True if only a digest has shown that the weights have changed, and no look between
+    digests."""
     resets: int = 0
     """Resets after the last of which the rank has digested its weights; 0: as before."""
     adapters: dict[int, tuple[bytes, int]] = field(default_factory=dict)
@@ -355,7 +356,7 @@ class RankReport:
     gained: dict[str, float] = field(default_factory=dict)
     """Counters, as in :meth:`vllm_ssdkv.base.metrics.Counters.take_gained`."""
     gauges: dict[str, float] = field(default_factory=dict)
-    """Those that have another value than in the last report."""
+    """Gauges whose value differs from the last report."""
 
     def empty(self) -> bool:
         """Check whether there is nothing to say."""

@@ -20,7 +20,8 @@ from vllm_ssdkv.sparse.score_lookup import scores_of
 from vllm_ssdkv.sparse.scores import Scores, ScoringKernels
 
 _SHARE: Final = 8
-"""As many as this part of what was chosen, for each list, are taken."""
+"""Divisor of the number of chosen pages of a list: it gives the number of next best pages to
+take."""
 
 _LOOKED_AT: Final = 2
 """Pages next by score that are looked at, for each that is taken; all that are counted are, too."""

@@ -35,8 +35,8 @@ from vllm_ssdkv.store.write.trim import SlotTrimmer
 logger = logging.getLogger(__name__)
 
 QUIET_S = 0.5
-"""How long nobody must have asked for anything before the scrub reads: longer than the gap between
-two steps of a request that is being decoded."""
+"""Idle time before the scrub reads: longer than the gap between two steps of a request that is
+being decoded."""
 
 CHOICE_GAUGES: Final = (
     *("hot_pages_places", "hot_pages_held", "page_cache_places", "page_cache_pages"),

@@ -19,7 +19,7 @@ MODELS = (
     *("lamda-137b", "gpt-3", "jurassic-1-178b", "pangu-200b"),
     *("gopher-280b", "mt-nlg-530b", "palm-540b", "megatron-1t"),
 )
-"""By parameters, ascending."""
+"""Models by parameters, ascending."""
 
 
 def _attention(model: ModelShape, tokens: float) -> float:

@@ -34,7 +34,7 @@ class Policy:
 
 
 PUBLISHED_POLICY = Policy(weights=0.2, cache=0.0, hidden=0.0, batch=144, gpu_batch=48)
-"""For OPT-30B at prompts of 512 tokens."""
+"""Policy that was published for OPT-30B at prompts of 512 tokens."""
 
 
 def throughput(

@@ -29,7 +29,7 @@ from vllm_ssdkv.profiling.simulation.storage import PlainDrive, Storage
 PAPER = "HILOS (ASPLOS 2026)"
 DRIVES = 16
 PLAIN_DRIVES = 4
-"""Of FlexGen's server, without a chassis: section 3.1 and table 1."""
+"""Drives of FlexGen's server, without a chassis: section 3.1 and table 1."""
 BATCH = 16
 CONTEXT = 32768
 LONG_REQUEST = 8192

@@ -39,9 +39,9 @@ force.
 
 Sizes are bytes, or texts with a unit: `KiB`, `MiB`, `GiB`, `TiB` and `K`, `M`, `G`, `T` are powers
 of 1024, `KB`, `MB`, `GB`, `TB` powers of 1000, in either case of letter (`64GiB`, `64 GB`, `64g`).
-Ambiguous sizes are refused (`64Gb`, `1,5GiB`). vLLM itself converts the value of a dotted flag, such
-as `--kv-transfer-config.kv_connector_extra_config.io.scrub_rate 64m`: there `m` is a power of 1000,
-and `M` one of 1024. Write `64MiB`.
+Ambiguous sizes are refused (`64Gb`, `1,5GiB`). vLLM itself converts the value of a dotted flag,
+such as `--kv-transfer-config.kv_connector_extra_config.io.scrub_rate 64m`: there `m` is a power of
+1000, and `M` one of 1024. Write `64MiB`.
 
 Paths may begin with `~`, or be relative to the directory in which vLLM is started.
 

@@ -11,7 +11,7 @@ from vllm_ssdkv.cli.doctor.check_result import Finding, ok, warn
 
 THP: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _LOW_MEMORY: Final = 640 * MIB
-"""Below this a tenth of the memory, which the DRAM tier takes by default, holds few blocks."""
+"""Bytes of memory below which the DRAM tier's default, a tenth of it, holds few blocks."""
 
 
 def memory() -> Finding:

@@ -27,7 +27,8 @@ Row: TypeAlias = dict[str, Any]
 BackendName: TypeAlias = Literal["csim", "rtlsim"]
 
 TOLERANCE: Final = 1e-5
-"""Of the largest output: rounding of fp32 sums stays below, anything wrong does not."""
+"""Tolerance relative to the largest output: rounding of fp32 sums stays below, any fault does
+not."""
 _MOST_TOKENS: Final = 32768
 _CLOSE_S: Final = 10
 

@@ -120,4 +120,4 @@ def _has_content(tensor: torch.Tensor) -> bool:
 
 
 TREE = ModuleTree()
-"""Of this process; the plugin installs it before vLLM makes a model."""
+"""Module tree of this process; the plugin installs it before vLLM makes a model."""

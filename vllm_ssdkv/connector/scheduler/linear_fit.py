@@ -18,7 +18,7 @@ The last value is what measurements scatter by anyway.
 _LARGEST_FALL, _LARGEST_RISE = -0.9, 3.0
 """Most that a round may change a prediction by, relative to it."""
 _OLD = 0.02
-"""What the oldest measurements still count: they may be the only ones of their kind."""
+"""Weight of the oldest measurements: they may be the only ones of their kind."""
 _SURPRISE = 3.0
 """A measurement off by this factor is a surprise."""
 _RIDGE = 1e-8

@@ -37,7 +37,7 @@ _STEPS_IN_FLIGHT = 64
 """Shapes of steps that are kept until their times come in; vLLM has two or three in flight."""
 
 _DECODES_PER_TIMING = 16
-"""Of steps that only decode, one in so many is timed."""
+"""Decode-only steps per timed one."""
 
 I64 = NDArray[np.int64]
 
@@ -50,7 +50,7 @@ class _Chosen:
     hits: int
     blocks: int
     compute_s: float
-    """What computing the blocks to load would take, or, with none, those of the hit."""
+    """Estimated time to compute the blocks to load, or, with none, those of the hit."""
     load_s: float
     unread: I64
     """Blocks of the request that are computed although they are on devices."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 NEW_SLOTS_DEADLINE_S = 60.0
-"""For which a request waits for slots of new segments while nothing else runs: their manifest is
+"""Time that a request waits for slots of new segments while nothing else runs: their manifest is
 saved in milliseconds, or its file system is full, read-only, or does not answer."""
 
 WRITES_DEADLINE_S = 60.0

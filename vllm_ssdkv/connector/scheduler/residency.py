@@ -17,7 +17,7 @@ class ResidentSlots:
     """
 
     _SHARE = 15 / 16
-    """Of the frames; those beyond are evicted in batches or are being written."""
+    """Share of the frames; those beyond are evicted in batches or are being written."""
 
     def __init__(self) -> None:
         self._slots: OrderedDict[int, None] = OrderedDict()

@@ -31,7 +31,7 @@ MOST_WAITING: Final = 4096
 """Limit of the blocks that wait for frames when their requests have ended."""
 
 _IN_DRAM: Final = 0
-"""In place of an HBM block: vLLM's null block."""
+"""Null block of vLLM, in place of an HBM block."""
 
 _NO_BLOCKS: Final = np.zeros(0, dtype=np.int64)
 

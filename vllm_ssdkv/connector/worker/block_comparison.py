@@ -21,7 +21,7 @@ TOLERANCE: Final = {
     torch.float8_e4m3fn: 0.1,
     torch.float8_e5m2: 0.2,
 }
-"""How far a block may be from the stored one, by the dtype of KV: rounding differs with the sizes
+"""Tolerance between a block and the stored one, by the dtype of KV: rounding differs with the sizes
 of chunks and batches, and adds up from layer to layer. See :meth:`BlockComparer.deviation`."""
 
 TOKEN_TOLERANCE: Final = 0.75
@@ -39,7 +39,7 @@ TOKEN_LAYERS: Final = 16
 """Number of a model's first layers in which single tokens count."""
 
 MOST_BYTES: Final = 32 << 20
-"""Of copies of stored blocks that are kept; of one, where a block is larger."""
+"""Bytes of stored blocks of which copies are kept; one block, if it is larger."""
 
 _FP8: Final = {
     "fp8": torch.float8_e4m3fn,

@@ -15,8 +15,8 @@ import torch
 from vllm_ssdkv.kernels.dense import wait_for
 
 BUFFER_BYTES = 16 << 20
-"""Of each buffer, and of what is gathered for it; at least one block. What vLLM leaves of a GPU's
-memory is more."""
+"""Bytes of each buffer, and of the data gathered for it; at least one block. vLLM leaves more of a
+GPU's memory free."""
 
 
 class DeviceBlocks:

@@ -36,9 +36,9 @@ MOST_WAITING: Final = 2
 up behind a step that computes fast; with one, a copy that takes a moment longer stops the step."""
 
 LEAST_BYTES: Final[Mapping[str, int | None]] = {"cuda": 1 << 20, "cpu": None}
-"""Of one layer of a step's blocks, by type of device: below, to hand a layer over takes about as
-long as to copy it. On the CPU no layer goes alone: its copy would take a core that computes, and
-the step gains nothing (``bench_engine``). Tests and benches set another bound."""
+"""Bytes of one layer of a step's blocks, by type of device, below which handing a layer over takes
+about as long as copying it. On the CPU no layer goes alone: its copy would take a core that
+computes, and the step gains nothing (``bench_engine``). Tests and benches set another bound."""
 
 Reserve = Callable[[SlotArray], NDArray[np.int32]]
 

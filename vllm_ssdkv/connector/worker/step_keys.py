@@ -18,7 +18,7 @@ STEP_KEYS: Final[tuple[str, ...]] = (
     counter_key("sparse_rows_exact"),
     *(counter_key("attention_seconds", part=part) for part in PARTS),
 )
-"""Of the context that is streamed."""
+"""Metric keys for streamed context."""
 
 CHOICE_KEYS: Final[tuple[str, ...]] = (
     counter_key("context_steps", attention="sparse"),
@@ -39,4 +39,4 @@ CHOICE_KEYS: Final[tuple[str, ...]] = (
     ),
     *(counter_key("sparse_bytes_kept", pages=pages) for pages in ("token", "channel")),
 )
-"""Of chosen pages."""
+"""Metric keys for chosen pages."""

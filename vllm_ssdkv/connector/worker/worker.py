@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IDLE_S = 0.001
-"""How long a step that computes nothing waits for a load. No longer: a request may arrive."""
+"""Time that a step which computes nothing waits for a load. It is short, since a request may
+arrive."""
 
 
 class SSDKVWorker:

@@ -12,7 +12,7 @@ STALL_S: Final = 2.0
 """A request that computes for others must store a block so often."""
 
 LONGEST_S: Final = 60.0
-"""For which a request waits at most, whatever comes."""
+"""Maximum time that a request waits."""
 
 ASK_S: Final = 0.005
 """Pause between two questions of one request."""

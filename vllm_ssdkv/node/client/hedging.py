@@ -11,7 +11,7 @@ SAMPLES: Final = 128
 """Loads that the quantile is taken of, the newest ones of a node."""
 
 LEAST_SAMPLES: Final = 16
-"""Before so many loads nothing is known of a node."""
+"""Number of loads before the latency of a node is known."""
 
 QUANTILE: Final = 0.95
 

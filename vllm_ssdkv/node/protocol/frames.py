@@ -71,7 +71,7 @@ class FrameLimits:
 
 
 HELLO_LIMITS = FrameLimits(body=64 << 10, payload=0)
-"""Until both sides have said hello."""
+"""Limits of frames until both sides have said hello."""
 
 DEFAULT_LIMITS = FrameLimits(body=16 << 20, payload=1 << 30)
 
@@ -161,7 +161,7 @@ class Header:
 
 
 MOST_REASON_BYTES = 2048
-"""Of the text of a refusal."""
+"""Bytes of the text of a refusal."""
 
 
 def negotiate(ours: range, lowest: int, highest: int) -> int:

@@ -16,7 +16,7 @@ _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
 _F_SEAL_SHRINK = 2
 _F_SEAL_GROW = 4
-"""Of ``linux/fcntl.h``; Python 3.11 names not all of them."""
+"""Constant of ``linux/fcntl.h``; Python 3.11 does not name all of them."""
 
 
 def make_shared(name: str, nbytes: int) -> int:

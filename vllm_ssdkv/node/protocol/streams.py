@@ -19,7 +19,7 @@ from vllm_ssdkv.base.errors import NodeGoneError, NodeRefusedError
 from vllm_ssdkv.node.protocol.frames import MOST_DESCRIPTORS
 
 _MOST_VIEWS = 512
-"""Of one ``sendmsg``; Linux takes 1024."""
+"""Buffers of one ``sendmsg``; Linux takes 1024."""
 
 _TLS_PIECE = 1 << 20
 """Bytes that one call of a TLS stream is given; its lock is held no longer."""

@@ -22,14 +22,15 @@ from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 I64 = NDArray[np.int64]
 
 LEAST_SHARE: Final = 16 * MIB
-"""Of both shares, whatever ``attend_gib`` says: a context of 8K tokens of the largest models."""
+"""Minimum of both shares, whatever ``attend_gib`` says: a context of 8K tokens of the largest
+models."""
 
 _LEAST_BLOCKS: Final = 16
 _TOLD_BYTES: Final = 8 + 8 + 4
-"""Of a page: place, digest, and the number of its place in DRAM."""
+"""Bytes that describe a page: its place, its digest, and the number of its place in DRAM."""
 
 _ENTRY_BYTES: Final = 200
-"""Of a page in a call, without its mask: all arrays of its lists, and of its reads."""
+"""Bytes of a page in a call, without its mask: all arrays of its lists, and of its reads."""
 
 _SLOT_BYTES: Final = 4
 _LISTED_BYTES: Final = 8

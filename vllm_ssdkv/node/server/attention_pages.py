@@ -28,7 +28,7 @@ I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
 
 OFFSET_BITS = 48
-"""Of a place: the offset in the volume; the number of the drive is in the bits above."""
+"""Bits of a place for the offset in the volume; the number of the drive is in the bits above."""
 
 
 class ToldBlocks:

@@ -24,7 +24,7 @@ from vllm_ssdkv.store.maintenance.remove import plan_removal, remove
 logger = logging.getLogger(__name__)
 
 DIRECTORY: Final = "volumes"
-"""Of all volumes of a drive. Each other directory there is one of a store."""
+"""Directory of all volumes of a drive. Each other directory there is one of a store."""
 
 _DATA_FILES: Final = "rank*.data"
 

@@ -35,7 +35,7 @@ class RankResults:
     returned_devices: list[int] = field(default_factory=list)
     """Comes behind ``lost_devices``."""
     writing: list[tuple[int, float]] = field(default_factory=list)
-    """As :meth:`DeviceHealth.drain_writing`."""
+    """Devices as :meth:`DeviceHealth.drain_writing` returns them."""
     speeds: list[tuple[int, float]] = field(default_factory=list)
     bytes_written: list[tuple[int, int]] = field(default_factory=list)
     """(device, bytes) since the last results."""

@@ -65,7 +65,7 @@ class DriveTiming:
 
 
 FLASH_LATENCY_S: Final = 40e-6 + 21.5e-6
-"""Of a page that is read, and of a drive's firmware."""
+"""Latency of reading a page, and of a drive's firmware."""
 
 DRIVES: Final[Mapping[DriveProfile, DriveTiming]] = MappingProxyType(
     {

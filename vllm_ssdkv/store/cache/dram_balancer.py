@@ -31,7 +31,8 @@ from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.memory_plan import CHOSEN, MemoryPlan
 
 _FORGETTING: Final = 16
-"""With each step without a larger one, what a step needs is taken for so much of itself less."""
+"""Divisor of the decay: each step without a larger need lowers the assumed need by this part of
+it."""
 
 _GROWING: Final = 5 / 4
 """Rows that are kept for each that is needed: contexts grow."""
@@ -47,7 +48,7 @@ _CHOSEN: Final = 1
 _WHOLE: Final = 2
 
 _LOOK_S: Final = 0.001
-"""How often it is looked whether a frame that is in use has come free."""
+"""Interval of checks whether a frame in use has become free."""
 
 Contexts = Sequence[NDArray[np.int64]]
 

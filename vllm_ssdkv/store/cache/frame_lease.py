@@ -12,11 +12,12 @@ from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.memory_plan import FrameRuns
 
 _CANDIDATES: Final = 4
-"""Of so many times the runs to be lent the emptiest are."""
+"""Factor of the sample: the emptiest runs are lent out of a sample this many times larger than
+needed."""
 
 _PORTIONS: Final = 64
-"""In so many turns at most all runs are lent: contexts grow by a few blocks in each step, and to
-look for runs costs about as much for one as for some."""
+"""Maximum number of turns in which all runs are lent: contexts grow by a few blocks in each step,
+and a search costs about as much for one run as for some."""
 
 
 class Divisible(Protocol):

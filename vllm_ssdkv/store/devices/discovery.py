@@ -24,7 +24,7 @@ from vllm_ssdkv.store.format.superblock import data_file_path
 logger = logging.getLogger(__name__)
 
 _GONE = {errno.EIO, errno.ENXIO, errno.ENODEV, errno.ENOTCONN, errno.ESHUTDOWN, errno.EUCLEAN}
-"""What a drive that is dead, or was pulled out, answers. Other errors are for people to mend."""
+"""Errors of a drive that is dead, or was pulled out. People have to repair other errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Sight:
     names: frozenset[str]
     """UUIDs of this store's data files there."""
     missing: str = ""
-    """Why there is no device, empty when there is one."""
+    """Reason why there is no device, empty if there is one."""
 
 
 def look(path: str, tp_size: int, store: str) -> Sight:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 MAGIC = b"SSDKVMAN"
 AREAS = tuple(offset + BLOCK_BYTES for offset in COPY_OFFSETS)
-"""Where copies begin on a raw block device."""
+"""Offsets of the copies on a raw block device."""
 
 AREA_BYTES = COPY_OFFSETS[1] - BLOCK_BYTES
 _LENGTH_BYTES = 8

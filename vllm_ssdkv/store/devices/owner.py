@@ -25,7 +25,7 @@ NAMELESS = (WEAR, f"{WEAR}.tmp")
 """Files of the state directory that name no store."""
 
 _MOST_BYTES = 64 << 20
-"""Of a manifest; a larger file is none."""
+"""Maximum size of a manifest; a larger file is none."""
 
 
 def files_named_alike(directory: Path) -> list[Path]:

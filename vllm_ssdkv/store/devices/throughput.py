@@ -42,10 +42,10 @@ LEAST_SHARE = 0.05
 are said in steps of the same size."""
 
 SPARED = 0.04
-"""What is not asked of a slow device at least. All wait for it when it gets a little too much for a
-moment: from slots that still have its old share, from a stripe that is not whole. One device of
-eight at a fifth costs 1 % of the throughput when it gets 0.15, and of one slot in thirty with the
-old share it would cost 10 % when it gets 0.2."""
+"""Share withheld from a slow device at least. All devices wait for it when it gets a little too
+much for a moment: from slots that still have its old share, from a stripe that is not whole. One
+device of eight at a fifth costs 1 % of the throughput when it gets 0.15, and of one slot in
+thirty with the old share it would cost 10 % when it gets 0.2."""
 
 MIN_PART_BYTES = 512 * 1024
 """Smaller parts of a batch are looked at only where a device is known to be slow, and gets little:

@@ -42,9 +42,9 @@ class Kind(IntEnum):
     """Kind of a record."""
 
     PUT = 1
-    """From now on the slot holds the key, written in this epoch."""
+    """Record after which the slot holds the key, written in this epoch."""
     DEL = 2
-    """From now on the slot holds nothing that may be found."""
+    """Record after which nothing can be found in the slot."""
 
 
 def encode_header(store: UUID, fingerprint: bytes) -> bytes:

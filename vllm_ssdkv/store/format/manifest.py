@@ -37,7 +37,7 @@ from vllm_ssdkv.store.format.superblock import KEY_ID_BYTES, data_file_path
 NAME = "store.json"
 COPY = "store.json.copy"
 VERSIONS = (1, 4, 5, 6)
-"""Of those that are read; one of the last two is written, the last where segments have a rule or
+"""Versions that can be read. One of the last two is written, the last if segments have a rule or
 the geometry has a record. The first two are :attr:`SlotGeometry.version`, and know no
 :attr:`Manifest.revision`."""
 
@@ -92,14 +92,14 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     payload_bytes: int
     summary_pages: int
     channel_pages: int | msgspec.UnsetType = msgspec.UNSET
-    """Where there are none it is left out."""
+    """Channel pages, left out if there are none."""
     scaled_from: int | msgspec.UnsetType = msgspec.UNSET
-    """Where there are no codes it is left out."""
+    """Bytes of a number of K, left out if there are no codes."""
     record: PageRecord | msgspec.UnsetType = msgspec.UNSET
-    """Where summaries of pages are bounds it is left out."""
+    """Record of a page's summary, left out if summaries are bounds."""
     tp_size: int
     devices: list[ManifestDevice]
-    """Those that are present in the order of the options, then absent ones that hold slots."""
+    """Devices present, in the order of the options, then absent ones that hold slots."""
     key_id: str
     """Names the key that the store is encrypted with (:attr:`StoreKey.key_id`), in hexadecimal
     digits; empty for a store that is not encrypted."""
@@ -114,16 +114,17 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The engine that has arranged devices and segments: its other processes take them as they are.
     """
     opened: int = 0
-    """How often a scheduler has opened the store."""
+    """Number of times that a scheduler has opened the store."""
     last_opened: int = 0
-    """When, in seconds since 1970 (UTC)."""
+    """Time of the last opening, in seconds since 1970 (UTC)."""
     model_digests: list[str] = []
     """Digest of the weights of each rank of that engine, in hexadecimal digits: none until it has
     opened the store, an empty one until its rank has told."""
     bound_to: dict[str, str | int] = {}
     """Settings that change KV, and weights, that keys of the last engine are bound to."""
     suspended: str = ""
-    """Why nothing is found or stored until somebody resumes the store; empty: it is in use."""
+    """Reason why nothing is found or stored until somebody resumes the store; empty: it is in
+    use."""
     revision: int = 0
     """Grows with every save, and is not behind the seconds since 1970 (UTC): of several copies the
     highest one counts."""
@@ -131,7 +132,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The state directory at the last save, without symbolic links; empty before version 5. A
     manifest that lies elsewhere is a copy."""
     inode: int = 0
-    """Of that directory: one with another number is a copy, too, wherever it is mounted."""
+    """Inode of that directory: one with another number is a copy, too, wherever it is mounted."""
     checksum: str = NO_DIGITS
     """Digits only in the file, see :func:`sealed`."""
 

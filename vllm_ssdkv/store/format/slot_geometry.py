@@ -41,10 +41,10 @@ HEADER_TAIL_BYTES = 8
 """The header's own checksum, its last bytes."""
 
 CHECKSUM_BYTES = 8
-"""Of one page, in the header."""
+"""Checksum bytes of one page, in the header."""
 
 TAG_BYTES = 16
-"""Of one page, and of the header itself, where slots are encrypted."""
+"""Tag bytes of one page, and of the header itself, in an encrypted slot."""
 
 MAX_SLOT_BYTES = 2**31 - PAGE_ALIGN
 """A slot's length, and so that of every request, fits the engines' signed 32-bit results."""
@@ -58,7 +58,7 @@ def round_up(value: int, multiple: int) -> int:
 PageRecord: TypeAlias = Literal[
     "bounds", "spread", "spread_with_values", "codes_1", "codes_2", "codes_4"
 ]
-"""What the summary of a page is, see :attr:`SlotGeometry.record`."""
+"""Kind of a page's summary, see :attr:`SlotGeometry.record`."""
 
 PAGE_RECORDS: tuple[PageRecord, ...] = (
     "bounds",
@@ -68,7 +68,7 @@ PAGE_RECORDS: tuple[PageRecord, ...] = (
     "codes_2",
     "codes_4",
 )
-"""In the order of their numbers in a superblock."""
+"""Kinds of summaries, in the order of their numbers in a superblock."""
 
 
 def format_version(summary_pages: int, record: PageRecord = "bounds") -> int:

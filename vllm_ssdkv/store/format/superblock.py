@@ -40,7 +40,7 @@ _FIXED = struct.Struct("<8s2I16s16s4IQ4IQI16sII16sI")
 _TAIL = struct.Struct("<Q")
 _BODY = BLOCK_BYTES - _TAIL.size
 _STORE = slice(16, 32)
-"""Where every version has the store's UUID."""
+"""Bytes of the store's UUID in every version."""
 
 
 def _decode_fingerprint(block: bytes, digest: bytes, text_bytes: int) -> Fingerprint:

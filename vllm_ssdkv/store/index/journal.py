@@ -63,8 +63,9 @@ SLACK_RECORDS = 4096
 """Records beyond twice the live ones that start a rewrite: 288 KiB."""
 
 SYNC_INTERVAL_S = 1.0
-"""What a power loss costs, at most, besides the time of one sync. Waiting longer saves nothing that
-matters: a sync is one flush of a drive's cache, of which it does hundreds per second."""
+"""Maximum time whose records a power loss costs, besides the time of one sync. A longer interval
+saves little: a sync is one flush of a drive's cache, and a drive does hundreds of these per
+second."""
 
 WRITE_RECORDS = 65536
 """Most records of one write: bounds the memory of an append that gives up every slot."""

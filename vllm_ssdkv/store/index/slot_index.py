@@ -49,19 +49,19 @@ EPOCH_COUNTER_BITS = 40
 I64 = NDArray[np.int64]
 
 TAKEN = -1
-"""In place of a slot: another slot has the key, or gets it."""
+"""Answer in place of a slot: another slot has the key, or gets it."""
 
 FULL = -2
-"""In place of a slot: none is to be had."""
+"""Answer in place of a slot: no slot is free."""
 
 NOT_ADMITTED = -3
-"""In place of a slot, of a node: the block was not seen often enough."""
+"""Answer of a node in place of a slot: the block was not seen often enough."""
 
 OVER_BUDGET = -4
-"""In place of a slot, of a node: a daily write budget is used up."""
+"""Answer of a node in place of a slot: a daily write budget is used up."""
 
 PAUSED = -5
-"""In place of a slot, of a node: writes to its drives are paused."""
+"""Answer of a node in place of a slot: writes to its drives are paused."""
 
 
 class SlotState(IntEnum):

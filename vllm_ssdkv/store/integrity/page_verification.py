@@ -19,7 +19,7 @@ from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 VerifyMode: TypeAlias = Literal["all", "sampled"]
 
 SAMPLE = 16
-"""Of so many pages of a read, one is checked when only a sample is."""
+"""Pages of a read per verified one in mode ``sampled``."""
 
 
 def wrong_pages(

@@ -25,7 +25,7 @@ U8 = NDArray[np.uint8]
 U64 = NDArray[np.uint64]
 
 CHANGED = "slot header: it changed while it was looked at"
-"""Why a header was refused in which no field is wrong."""
+"""Reason for refusing a header in which no field is wrong."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -56,7 +56,7 @@ class PlainCheck:
 
     shape: _io.SlotShape
     beginnings: U8
-    """Of the headers, [n, 128]."""
+    """Beginnings of the headers, [n, 128]."""
     first: int
     step: int
 

@@ -16,7 +16,7 @@ from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.store.io.engines.protocol import Batch
 
 _LOOK_S = 0.1
-"""How often the thread looks whether the read that it waits for was taken back meanwhile."""
+"""Interval at which the thread checks whether the awaited read was cancelled."""
 
 Found = TypeVar("Found")
 

@@ -9,7 +9,7 @@ from vllm_ssdkv.store.io.engines.protocol import U64
 from vllm_ssdkv.store.io.slot_request import SlotRequest
 
 _LOOK_S = 0.1
-"""How often a wait looks at all reads again."""
+"""Interval at which a wait checks all reads again."""
 
 
 class BufferPool:

@@ -23,18 +23,17 @@ if TYPE_CHECKING:
     from vllm_ssdkv.store.io.slot_io import SlotIO
 
 PART_BYTES = 1024 * 1024
-"""Of what has arrived of a batch in flight, so much is handed out at a time at least: each part
-costs some Python."""
+"""Minimum size of arrived data that is handed out at a time: each hand-out costs some Python."""
 
 _FIRST_LOOK_S = 0.0002
-"""How soon who waits for a batch looks what has arrived, and which devices have done their part;
-then in growing intervals."""
+"""Delay until a waiting batch first checks its arrived data and finished devices; the intervals
+then grow."""
 
 _GROWTH = 1.1
-"""Of these intervals: the end of a device's part must be seen well before the next look."""
+"""Growth of these intervals: the end of a device's part must be seen well before the next check."""
 
 _LOOK_S = 0.1
-"""How often a waiting batch looks whether the devices it waits for were given up meanwhile."""
+"""Interval at which a waiting batch checks whether the devices it waits for were given up."""
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,7 @@ from vllm_ssdkv.base.metrics import Counters
 logger = logging.getLogger(__name__)
 
 TELL_INTERVAL_S: Final = 60.0
-"""Between two log lines of a thread: an error may come with every look."""
+"""Time between two log lines of a thread: an error may come with every look."""
 
 
 class ThreadErrors:

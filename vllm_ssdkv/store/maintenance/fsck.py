@@ -46,7 +46,7 @@ from vllm_ssdkv.store.maintenance.slot_reader import open_slots
 _DATA_NAME = re.compile(r"rank(\d+)\.data")
 
 Verdicts: TypeAlias = dict[int, Verdict]
-"""What is wrong with slots, by their places in an :class:`Entry`."""
+"""Problems of slots, by their places in an :class:`Entry`."""
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Hears how many slots are done, of how many; a slot counts once per rank."""

@@ -51,14 +51,14 @@ _AGAIN_S = 60.0
 """Least time between two looks at one suspect copy."""
 
 _LOOK_S = 0.05
-"""How often the thread looks whether the devices are idle."""
+"""Interval at which the thread checks whether the devices are idle."""
 
 _MOST_SUSPECTS = 256
 """Slots with faults that nobody has confirmed; the oldest are forgotten."""
 
 _MOST_UNTOLD = 32
-"""So many faults are found before the engine, which may be idle, hears of them: whether the devices
-are to be trusted is for it to say."""
+"""Number of faults found before an idle engine is told: only the engine decides whether the devices
+can be trusted."""
 
 _MOST_CREDIT = 256
 """Right pieces of each device that count for it before a fault: more make up for any."""

@@ -19,7 +19,7 @@ from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.placement.replica_selector import Replicas
 
 DEADLINE_S = 60.0
-"""Until a read that has not ended counts as a device that hangs."""
+"""Time after which an unfinished read counts as a device that hangs."""
 
 _QUEUE_DEPTH = 32
 

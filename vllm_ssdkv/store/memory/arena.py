@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 HUGE_PAGE = 2 << 20
 
 _F_SEAL_FUTURE_WRITE = 0x10
-"""Of ``linux/fcntl.h``; Python 3.11 does not know it."""
+"""Constant of ``linux/fcntl.h``; Python 3.11 does not name it."""
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
 

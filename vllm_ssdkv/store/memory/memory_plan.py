@@ -56,10 +56,10 @@ hold."""
 MIN_FRAMES: Final = 8
 
 STAGING: Final = 64 * MIB
-"""Where nothing else is given and DRAM allows it."""
+"""Default size of staging, if DRAM allows it."""
 
 STAGING_SHARE: Final = 1 / 4
-"""Of the DRAM of a worker, staging takes no more than so much by itself."""
+"""Maximum share of a worker's DRAM that staging takes by default."""
 
 MIN_PLACES: Final = 16
 """Least single pages that DRAM holds. Pages that do not fit into half of them are fetched in turns,
@@ -72,23 +72,24 @@ MIN_TAILS: Final = 4
 """Least tails that can be made at a time."""
 
 TAIL_SHARE: Final = 1 / 16
-"""Of staging, for tails that are made for tables in DRAM, and so much again for images of tails."""
+"""Share of staging for tails that are made for tables in DRAM; images of tails take the same
+again."""
 
 SUMMARY_SHARE: Final = 2 / 5
-"""Of the DRAM that there is to divide, summaries may take so much, or more where that is their part
-of what a context needs: a request without summaries reads its whole context for every token. By
-this, codes of 2 bits of all contexts fit DRAM for a fifth of their KV."""
+"""Maximum share of the DRAM to divide that summaries take, or more if that is their share of a
+context's needs: a request without summaries reads its whole context for every token. So the
+codes of 2 bits of all contexts fit if DRAM holds a fifth of their KV."""
 
 CACHE_SHARE: Final = 4 / 5
-"""Of what is left then, so much is for single pages, the rest for more frames. What a step chooses
-the next one mostly chooses again. With room for less than that, each page is gone when its turn
-comes again; and of a slot in a frame only the budget's share is of use (docs/performance.md)."""
+"""Share of the remaining DRAM for single pages; the rest is for more frames. A step mostly chooses
+the pages of the step before. A smaller cache has dropped each page before its turn comes again;
+and only the budget's share of a slot in a frame is used (docs/performance.md)."""
 
 KEPT_SHARE: Final = 1 / 32
-"""Of the places for single pages, so many never serve as frames: about what a layer of one request
-chooses, which would have to be read in turns. All else does while those who choose need less: where
-a few of the blocks that are attended to as a whole have no room, steps take five times as long
-(docs/performance.md)."""
+"""Share of the places for single pages that never serve as frames: about the pages that a layer of
+one request chooses, which would have to be read in turns. All other places are frames while
+selectors need less: if a few of the blocks that are attended to as a whole have no room, steps
+take five times as long (docs/performance.md)."""
 
 CHOSEN: Final = 5 / 4
 """Room that one step's choice takes, in budgets: pages are kept longer than a step, and some are

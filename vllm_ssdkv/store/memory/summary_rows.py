@@ -8,7 +8,7 @@ from typing import Literal
 from vllm_ssdkv.store.format.slot_geometry import PageRecord, SlotGeometry, round_up
 
 ChannelTier = Literal["dram", "ssd"]
-"""Where selectors find the slots' channel pages."""
+"""Tier of the slots' channel pages, for selectors."""
 
 
 ROW_ALIGN = 64

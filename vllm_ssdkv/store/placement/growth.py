@@ -27,10 +27,10 @@ from vllm_ssdkv.store.format.segment import Segment
 logger = logging.getLogger(__name__)
 
 SPARE = 0.05
-"""Of its file system that a store leaves free when it grows."""
+"""Share of its file system that a store leaves free when it grows."""
 
 RETRY_S = 60.0
-"""After which a store that found no room looks again."""
+"""Delay before a store that found no room looks again."""
 
 PIECE_BYTES = 64 << 20
 PAUSE_S = 0.002

@@ -40,7 +40,7 @@ class _Tables:
     map_of: I64
     """[segments]: index of the map."""
     stripes: _io.Stripes
-    """The same for native code, with the bytes before each segment's first unit on each device."""
+    """Placement for native code, with the bytes before each segment's first unit on each device."""
     numbers: int
     copies: int
     """The most that any slot has."""

@@ -151,7 +151,7 @@ class Arrangement(NamedTuple):
     """The segments of a store on today's devices."""
 
     kept: list[Segment]
-    """Those it had, as far as they could stay; what is left of their slots is where it was."""
+    """Segments that it had, as far as they could stay; the rest of their slots is where it was."""
     made: list[Segment]
     """New ones, without content. Their numbers may have been those of segments that are gone."""
     numbers: int

@@ -50,7 +50,8 @@ class Piece:
     row_begin: NDArray[np.int32]
     row_end: NDArray[np.int32]
     digests: NDArray[np.uint64] | None = None
-    """Of the pages of each block, [B, pages], which nobody has checked yet; None: all are right."""
+    """Digests of each block's pages that are still to be verified, [B, pages]; None: all are
+    right."""
 
 
 @dataclass(frozen=True, slots=True)

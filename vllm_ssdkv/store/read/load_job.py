@@ -91,15 +91,15 @@ class Hit:
     job: LoadJob
     outcome: LoadOutcome
     since: float
-    """When it was asked for, of the monotonic clock."""
+    """Time of the request, by the monotonic clock."""
     begun: float | None = None
-    """When it was begun."""
+    """Time of the start."""
     frames: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     """Borrowed ones, [n]; ``NO_FRAME`` where there is none, or it was given back."""
     keys: NDArray[np.uint8] = field(default_factory=lambda: np.zeros((0, 32), dtype=np.uint8))
     todo: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     reads: collections.deque[LoadRead] = field(default_factory=collections.deque)
-    """In the order in which they were started."""
+    """Reads in the order in which they were started."""
     last_retry: float | None = None
 
     def retry_until(self, deadline_s: float) -> float:

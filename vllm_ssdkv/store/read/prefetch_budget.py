@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _LATEST: Final = 8
-"""So many fetches say how long the devices take, and how long the pauses between fetches are."""
+"""Number of fetches from which the devices' time, and the pauses between fetches, are estimated."""
 
 
 class PrefetchBudget:

@@ -36,7 +36,7 @@ READ_AHEAD = 4
 _BYTES_USED = (counter_key("bytes_used"),)
 
 _LOOK_S = 0.1
-"""How often the thread looks whether an overdue read has ended."""
+"""Interval at which the thread checks whether an overdue read has ended."""
 
 CopyIn = Callable[[NDArray[np.int32], NDArray[np.int64]], None]
 """Copies frames [n] into HBM blocks [n]; returns when the blocks may be used."""

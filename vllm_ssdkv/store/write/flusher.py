@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 _PAUSE_S = 0.005
-"""How often the thread looks for new items while it waits for a write."""
+"""Interval at which the thread checks for new items while it waits for a write."""
 
 _LOOK_S = 0.1
-"""How often the thread looks whether an overdue write has ended."""
+"""Interval at which the thread checks whether an overdue write has ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Final
 logger = logging.getLogger(__name__)
 
 GRACE_S: Final = 1.0
-"""How long an engine that is dropped without ``close`` waits for its requests."""
+"""Time that an engine which is dropped without ``close`` waits for its requests."""
 
 _memory: list[Sized] = []
 
