@@ -30,7 +30,7 @@ from vllm_ssdkv.profiling.table import Table
 
 _BLOCKS: Final = (0, 128, 512)
 _SELECTORS: Final[tuple[Selector, ...]] = ("sparf", "sparf, sum of weights", "spread", "bounds")
-_CACHE_SHARES: Final = (0.05, 0.1, 0.2, 0.3, 0.5)
+CACHE_SHARES: Final = (0.05, 0.1, 0.2, 0.3, 0.5)
 _LEAST_MASS: Final = 0.02
 """Heads whose context has less of the attention say nothing on recall."""
 
@@ -277,15 +277,16 @@ def cache_table(traces: Sequence[Trace]) -> Table:
         ["policy", "cache, % of the context", *_columns(traces)],
         note="sparf chooses 10 % in the text's order; a cache of 10 % holds one step's choice.",
     )
-    chosen = [_choices(trace)[0] for trace in traces]
+    chosen = [choices(trace)[0] for trace in traces]
     for name, policy in caching.POLICIES.items():
-        for share in _CACHE_SHARES:
+        for share in CACHE_SHARES:
             rates = [100 * caching.hit_rate(one, share, policy) for one in chosen]
             table.add(name, round(100 * share), *rates)
     return table
 
 
-def _choices(trace: Trace) -> tuple[Bools, Scored]:
+def choices(trace: Trace) -> tuple[Bools, Scored]:
+    """Pages that `sparf` chooses at 10 % in each decode step, and their scores."""
     scored, count, _ = baseline(trace, trace.adjacent_heads(6), trace.decode_steps)
     return scored.chosen(count), scored
 
@@ -300,7 +301,7 @@ def guess_table(traces: Sequence[Trace]) -> Table:
     )
     rows: dict[str, list[float]] = {}
     for trace in traces:
-        chosen, scored = _choices(trace)
+        chosen, scored = choices(trace)
         found: dict[str, list[float]] = {}
         for mask, score in zip(chosen, scored.score, strict=True):
             for name, share in caching.right_guesses(mask, score).items():
@@ -335,7 +336,7 @@ def gains_table(traces: Sequence[Trace], tables: Sequence[Table], settings: Sett
     guesses, hits = _rows(tables, "Right of"), _rows(tables, "Hit rate")
     more = np.subtract(guesses["both ranks",], guesses["last scores",])
     table.add("right guesses, points: both ranks", *more.tolist())
-    for share in (round(100 * share) for share in _CACHE_SHARES):
+    for share in (round(100 * share) for share in CACHE_SHARES):
         above = np.subtract(hits["decay", share], hits["lru", share])
         table.add(f"hits of decay over LRU, points: cache of {share} %", *above.tolist())
     return table
@@ -402,10 +403,14 @@ def schedule_ratios(tables: Sequence[Table], settings: Settings) -> str:
 
 
 def _selection(traces: Sequence[Trace]) -> str:
+    """P12: time of a search among all keys over that among the medoids of clusters."""
     trace = traces[0]
     layer, head = trace.heads()[0]
     query = trace.queries(layer, head, trace.decode_steps[:1])[:, 0]
-    return f"{published.selection_speedup(trace.keys(layer, head), query):.1f}x at {trace.context}"
+    (clusters,), _ = activated_clusters(trace, [(layer, head)], Settings())
+    keys = trace.keys(layer, head)
+    medoids = scores.paged(keys).mean(1)[clusters.medoid]
+    return f"{published.selection_speedup(keys, medoids, query):.1f}x at {trace.context}"
 
 
 def _upkeep(traces: Sequence[Trace]) -> str:
@@ -419,7 +424,7 @@ def _upkeep(traces: Sequence[Trace]) -> str:
 
 def _against_lru(tables: Sequence[Table]) -> str:
     rows = _rows(tables, "Hit rate")
-    shares = [round(100 * share) for share in _CACHE_SHARES]
+    shares = [round(100 * share) for share in CACHE_SHARES]
     gaps = {s: np.subtract(rows["swarm (S-7)", s], rows["lru", s]) for s in shares}
     return "points: " + ", ".join(
         f"{g.min():+.0f} to {g.max():+.0f} at {s} %" for s, g in gaps.items()

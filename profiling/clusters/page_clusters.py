@@ -51,10 +51,10 @@ def window_of(chosen: Bools) -> ActivationWindow:
     return window
 
 
-def clusters_of(chosen: Bools, variant: Variant, largest: int = LARGEST) -> Clusters:
+def clusters_of(chosen: Bools, variant: Variant) -> Clusters:
     """Clusters of the pages that these queries chose."""
     affinity = window_of(chosen).affinity(variant.form, THRESHOLD, _PARTNERS)
-    return cluster(affinity, THRESHOLD, largest, copies=variant.copies, expand=variant.expand)
+    return cluster(affinity, THRESHOLD, LARGEST, copies=variant.copies, expand=variant.expand)
 
 
 def activated(scores: F32, clusters: Clusters, budget: int) -> I64:

@@ -326,11 +326,10 @@ class _Run:
 
     def _attend_on(self, number: int, order: int) -> Events:
         device = self.on.storage.devices[number]
-        part = self.on.storage.shares[number]
-        share = part * self.work.near_bytes
-        seconds = device.attend_s(share) + part * self.work.jobs * device.job_s
+        share = self.on.storage.shares[number] * self.work.near_bytes
+        latency = self._latency_s(number, order)
         yield from self.drives[number].work(
-            seconds, nbytes=share, latency_s=self._latency_s(number, order), order=order
+            device.attend_s(share), nbytes=share, latency_s=latency, order=order
         )
 
     def _write(self, order: int, nbytes: float, writes: float) -> Events:
@@ -419,8 +418,6 @@ class _Work:
         below = max(0.0, 1 - above) if system.kv != "hbm" else 0.0
         held = below * read * (1 - x)
         self.near_bytes = held * system.near_share if near else 0.0
-        # A KV head of a sequence is one of the drives' jobs.
-        self.jobs = batch * (1 - x) * model.kv_heads if self.near_bytes else 0.0
         self.fetched_bytes = below * x_bytes + held - self.near_bytes
         self.attended_bytes = self.near_bytes, held - self.near_bytes
         self.dram_bytes = on.in_dram * (read * (1 - x) + x_bytes)

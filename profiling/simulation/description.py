@@ -1,10 +1,10 @@
 """Descriptions of hardware: typed, frozen, read from YAML, each figure with its source.
 
 A file maps names to descriptions of one kind. A figure is an object with ``value`` and ``source``;
-one that was fitted to a published result has ``calibrated: true`` and says to which.
+one that is a published result itself, a share of its step, or was fitted to it, names its rows.
 
     a6000:
-      bandwidth: {value: 768.0e+9, source: "data sheet, bytes/s"}
+      bandwidth: {value: 768.0e+9, source: "data sheet, bytes/s", calibrated: [P3]}
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Description(BaseModel):
     Attributes:
         name: As in its file.
         sources: Where each figure is from, by the names of the fields.
-        calibrated: Fields whose figures were fitted to a published result.
+        calibrated: Rows of papers that made a figure, by its field.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
@@ -45,7 +45,7 @@ class Description(BaseModel):
 
     name: str
     sources: Mapping[str, str]
-    calibrated: frozenset[str] = frozenset()
+    calibrated: Mapping[str, tuple[str, ...]] = {}
 
     def with_figures(self, **figures: float) -> Self:
         """A copy with other figures, whose source is the caller. Raises ConfigError: not valid."""
@@ -65,7 +65,7 @@ def _take_apart(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     values: dict[str, Any] = {"name": name}
     sources: dict[str, str] = {}
-    calibrated: set[str] = set()
+    calibrated: dict[str, tuple[str, ...]] = {}
     problems = []
     for field, figure in given.items():
         problem = "not a figure" if field in _RESERVED else _problem_of_figure(figure)
@@ -74,11 +74,11 @@ def _take_apart(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
             continue
         values[field] = figure["value"]
         sources[field] = figure["source"]
-        if figure.get("calibrated", False):
-            calibrated.add(field)
+        if "calibrated" in figure:
+            calibrated[field] = tuple(figure["calibrated"])
     if problems:
         raise ConfigError("\n".join(problems))
-    return {**values, "sources": sources, "calibrated": frozenset(calibrated)}
+    return {**values, "sources": sources, "calibrated": calibrated}
 
 
 def _problem_of_figure(figure: object) -> str | None:
@@ -91,8 +91,9 @@ def _problem_of_figure(figure: object) -> str | None:
     source = figure.get("source")
     if not isinstance(source, str) or not source.strip():
         return "source is missing: say where the figure is from"
-    if not isinstance(figure.get("calibrated", False), bool):
-        return f"calibrated: got {figure['calibrated']!r}; true or false"
+    rows = figure.get("calibrated", ["P"])
+    if not (isinstance(rows, list) and rows and all(isinstance(row, str) for row in rows)):
+        return f"calibrated: got {rows!r}; give a list of rows"
     return None
 
 

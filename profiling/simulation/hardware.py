@@ -137,9 +137,6 @@ class NearStorage(Description):
         prefill_bandwidth: Bytes/s that are written while nobody reads.
         flash: Name of the flash in it.
         latency_p99_s: See :class:`Drive`.
-        kernels: Attention kernels beside each other; one, if not given.
-        clock_hz: Of these.
-        job_cycles: Cycles of a kernel from the end of a KV head to the beginning of the next one.
     """
 
     kind: ClassVar[str] = "near_storage"
@@ -148,19 +145,9 @@ class NearStorage(Description):
     prefill_bandwidth: Positive | None = None
     flash: str | None = None
     latency_p99_s: Positive | None = None
-    kernels: Whole | None = None
-    clock_hz: Positive | None = None
-    job_cycles: Positive | None = None
     capacity_bytes: Positive | None = None
     endurance_bytes: Positive | None = None
     price_usd: Positive | None = None
-
-    @property
-    def job_s(self) -> float:
-        """Seconds that a KV head costs beside its bytes; 0: not described."""
-        if self.job_cycles is None or self.clock_hz is None:
-            return 0.0
-        return self.job_cycles / self.clock_hz / (self.kernels or 1)
 
     @property
     def drive(self) -> DriveTiming:
@@ -320,25 +307,6 @@ class Calibration(Description):
     sparse_read_share: Positive
 
 
-class Recorded(Description):
-    """Figures that the lab of clusters measured on traces: ``TraceFigures`` of papers/swarm_traces.
-
-    Attributes:
-        schedule_gain: Time of reads as they lie over that of the whole schedule.
-        dedup_gain: Pages that are read with every copy over those read once.
-        rule_nine: Growth of distances by Swarm's rule (9).
-        min_diff: By the nearest medoid.
-        min_size: By the smallest cluster.
-    """
-
-    kind: ClassVar[str] = "recorded"
-    schedule_gain: Positive
-    dedup_gain: Positive
-    rule_nine: Positive
-    min_diff: Positive
-    min_size: Positive
-
-
 class FlexGenCosts(Description):
     """Constants of FlexGen's cost model: bytes/s and FLOP/s.
 
@@ -377,7 +345,6 @@ KINDS: Final[tuple[type[Description], ...]] = (
     Network,
     StoragePool,
     Calibration,
-    Recorded,
     FlexGenCosts,
 )
 _Kind = TypeVar("_Kind", bound=Description)

@@ -60,11 +60,6 @@ class Device(Protocol):
         ...
 
     @property
-    def job_s(self) -> float:
-        """Seconds that attention of one KV head costs beside its bytes."""
-        ...
-
-    @property
     def rewrite_s(self) -> float:
         """Seconds of one write of less than a page, with nothing beside it."""
         ...
@@ -109,11 +104,6 @@ class PlainDrive:
         if self.path is None or self.path.drive_bandwidth is None:
             return limit
         return min(limit, self.path.drive_bandwidth)
-
-    @property
-    def job_s(self) -> float:
-        """See ``Device``. None: it does not attend."""
-        return 0.0
 
     @property
     def rewrite_s(self) -> float:
@@ -161,11 +151,6 @@ class AttendingDrive:
     def rate(self) -> float:
         """See ``Device``."""
         return self.timing.read_bandwidth
-
-    @property
-    def job_s(self) -> float:
-        """See ``Device``."""
-        return self.described.job_s
 
     @property
     def rewrite_s(self) -> float:
@@ -234,11 +219,6 @@ class NodeDrive:
     def rate(self) -> float:
         """See ``Device``."""
         return min(self.drive.rate, self.network.bandwidth)
-
-    @property
-    def job_s(self) -> float:
-        """See ``Device``. In its rate already."""
-        return 0.0
 
     @property
     def rewrite_s(self) -> float:

@@ -34,7 +34,7 @@ PAGE_BYTES = 4096
 """Bytes of a page of the page cache, through which mapped files are read."""
 SETTLING = 48
 """Steps after which the product's share has settled."""
-CALIBRATED_BATCH = 64
+SHARES_BATCH = 64
 """Batch at which InstInfer prints the shares of KV in a step."""
 CONTEXT = 1536
 """Tokens of a context of InstInfer's in the middle of its 1,024 tokens of output; prompts are of
@@ -127,8 +127,8 @@ def _rest_s(plain: System, drives: Storage, share: float, rate: float) -> float:
     By the share of KV that is printed for OPT-13B at batch 64.
     """
     model = find_model("opt-13b")
-    setting = Setting(instinfer_machine(1), drives, model, CALIBRATED_BATCH, CONTEXT)
-    whole = CALIBRATED_BATCH * model.kv_bytes(CONTEXT) / rate / share
+    setting = Setting(instinfer_machine(1), drives, model, SHARES_BATCH, CONTEXT)
+    whole = SHARES_BATCH * model.kv_bytes(CONTEXT) / rate / share
     return max(0.0, whole - decode(plain, setting).seconds)
 
 

@@ -9,8 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.oracles import cluster_reads
+from vllm_ssdkv.profiling.clusters.lab import Settings, activated_clusters
 from vllm_ssdkv.profiling.clusters.trace import Manifest, Trace, part_problem, read_traces
 from vllm_ssdkv.profiling.recall import recall
+from vllm_ssdkv.profiling.simulation.papers import swarm, swarm_traces
 
 pytestmark = pytest.mark.engine
 
@@ -41,6 +44,20 @@ def test_a_profile_of_the_demo_model(tmp_path: Path) -> None:
     assert (np.abs(trace.query).max(-1) > 0).all()
     assert (np.abs(trace.key).max(-1) > 0).all()
     assert _found_needles(trace) >= 0.7
+    _assert_rows_follow(trace)
+
+
+def _assert_rows_follow(trace: Trace) -> None:
+    """P11 of `ssdkv reproduce`, counted one by one on what the engine computed."""
+    found = swarm_traces.measure([trace])
+    heads = trace.adjacent_heads(8)
+    counted = cluster_reads.totals(*activated_clusters(trace, heads, Settings()), drives=8)
+    three = sum(counted[name] for name in ("static", "no balance", "no dedup")) / 3
+    volume = (2 * counted["copies"] / counted["pages"] + 1) / 3
+    assert found.schedule_gain == pytest.approx(three / counted["full"], rel=0.02)
+    assert found.volume_gain == pytest.approx(volume)
+    rows = {one.name: one.ours for one in swarm.results(found)}
+    assert (rows["P11 time"], rows["P11 bytes"]) == (found.schedule_gain, found.volume_gain)
 
 
 def _found_needles(trace: Trace) -> float:

@@ -78,17 +78,35 @@ def _fits(entries: list[list[int]], most: int) -> bool:
     return all(place(entry, set()) for entry in range(len(entries)))
 
 
-def gains(clusters: list[Clusters], which: Iterable[list[I64]], drives: int) -> tuple[float, float]:
-    """Time of every copy where it lies over that of the best replicas, and copies over pages.
+def totals(clusters: list[Clusters], which: Iterable[list[I64]], drives: int) -> dict[str, int]:
+    """Reads of the busiest drive, of all steps: by schedule, and ``copies`` and ``pages`` read.
 
-    Each page is a request, and all drives are alike, so time goes by the busiest drive.
+    Each page is a request, and all drives are alike, so times of schedules go by these.
     """
     lists = [[members.tolist() for members in found.lists()] for found in clusters]
-    slow = fast = copies = pages = 0
+    found: Counter[str] = Counter()
     for picked in which:
         wanted = [numbers.tolist() for numbers in picked]
         lie = as_they_lie(places(lists, wanted, drives), drives)
         entries = replicas(lists, wanted, drives)
-        slow, fast = slow + max(lie), fast + least_of_the_busiest(entries, drives)
-        copies, pages = copies + sum(lie), pages + len(entries)
-    return slow / fast, copies / pages
+        found["static"] += max(lie)
+        found["no balance"] += max(Counter(entry[0] for entry in entries).values())
+        copies = [
+            entry
+            for entry, count in zip(entries, held(lists, wanted), strict=True)
+            for _ in range(count)
+        ]
+        found["no dedup"] += least_of_the_busiest(copies, drives)
+        found["full"] += least_of_the_busiest(entries, drives)
+        found["copies"] += sum(lie)
+        found["pages"] += len(entries)
+    return found
+
+
+def held(clusters: list[list[list[int]]], which: list[list[int]]) -> list[int]:
+    """Copies of each page in clusters that are activated, in the order of :func:`replicas`."""
+    return [
+        count
+        for wanted, of_head in zip(which, clusters, strict=True)
+        for _, count in sorted(Counter(page for n in wanted for page in of_head[n]).items())
+    ]

@@ -73,16 +73,14 @@ def _cpu_factor(gpu_batch: int, hidden: int, costs: FlexGenCosts) -> float:
 
 def results() -> list[Result]:
     """Row P26."""
-    costs = find(FlexGenCosts, "t4")
-    ours = throughput(find_model("opt-30b"), PUBLISHED_POLICY, costs, 512, 32)
+    ours = throughput(find_model("opt-30b"), PUBLISHED_POLICY, find(FlexGenCosts, "t4"), 512, 32)
     return [
         Result(
-            "P26",
-            "",
-            "FlexGen's cost model, OPT-30B on a T4, 512 + 32 tokens, tokens/s",
+            *("P26", "", "FlexGen's cost model, OPT-30B on a T4, 512 + 32 tokens, tokens/s"),
             Target.near(7.32, 0.05),
             ours,
-            source="FlexGen (ICML 2023)",
-            note="Its authors fitted the model's constants; here they predict a printed speed.",
+            "FlexGen (ICML 2023)",
+            "arithmetic",
+            note="A closed form, with the constants that its authors fitted and print.",
         )
     ]

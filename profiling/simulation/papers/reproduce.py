@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import cache
 from typing import Any
 
 from vllm_ssdkv.profiling.simulation import systems
-from vllm_ssdkv.profiling.simulation.hardware import KINDS, described
 from vllm_ssdkv.profiling.simulation.papers import (
     dockerssd,
     flexgen,
@@ -16,20 +15,20 @@ from vllm_ssdkv.profiling.simulation.papers import (
     pools,
     swarm,
 )
+from vllm_ssdkv.profiling.simulation.papers.constants import constants
+from vllm_ssdkv.profiling.simulation.papers.declared import rests_on
 from vllm_ssdkv.profiling.simulation.papers.result import Result, Verdict, verdict_of
 from vllm_ssdkv.profiling.simulation.papers.swarm_traces import TraceFigures
 from vllm_ssdkv.profiling.table import Table
 
 ROWS = tuple(f"P{number}" for number in range(1, 27))
-CALIBRATIONS = frozenset({"P6"})
-"""Rows that are there to calibrate."""
 
 
 @cache
 def results(figures: TraceFigures | None = None) -> tuple[Result, ...]:
     """Every row and part, in their order. Seconds of one core, the first time.
 
-    ``figures``: of traces; those on record, if not given.
+    ``figures``: of traces; those that were kept, if not given.
     """
     found = [
         *instinfer.results(),
@@ -43,28 +42,31 @@ def results(figures: TraceFigures | None = None) -> tuple[Result, ...]:
 
 def verdicts(figures: TraceFigures | None = None) -> dict[str, Verdict]:
     """Verdict of each row, over its parts."""
-    parts: dict[str, list[Result]] = {}
-    for one in results(figures):
-        parts.setdefault(one.row, []).append(one)
-    return {row: verdict_of(found) for row, found in parts.items()}
+    return {row: verdict_of(parts) for row, parts in _by_row(results(figures)).items()}
+
+
+def _by_row(parts: Iterable[Result]) -> dict[str, list[Result]]:
+    found: dict[str, list[Result]] = {}
+    for one in parts:
+        found.setdefault(one.row, []).append(one)
+    return found
 
 
 def summary(figures: TraceFigures | None = None) -> str:
-    """Count the rows inside their tolerance, of those that are predictions."""
-    counted = {
-        row: verdict
-        for row, verdict in verdicts(figures).items()
-        if row not in CALIBRATIONS | swarm.FOLLOWS_NOT
-    }
-    inside = [row for row, verdict in counted.items() if verdict == "pass"]
-    missed = [row for row, verdict in counted.items() if verdict == "miss"]
-    made = [row for row, verdict in counted.items() if verdict == "calibrated"]
-    unknown = [row for row, verdict in counted.items() if verdict == "not measured"]
+    """Count predicted rows alone; name the others by their kind."""
+    parts = results(figures)
+    predicted = _by_row(one for one in parts if one.kind == "predicted")
+    judged = {row: verdict_of(found) for row, found in predicted.items()}
+    inside = [row for row, verdict in judged.items() if verdict == "pass"]
+    missed = [row for row, verdict in judged.items() if verdict == "miss"]
+    others = "; ".join(
+        f"{kind} {', '.join(_by_row(one for one in parts if one.kind == kind))}"
+        for kind in ("arithmetic", "calibrated", "measured")
+    )
     return (
-        f"Of {len(counted)} rows that are to be predicted {len(inside)} are inside their tolerance "
-        f"with all of their parts. Misses: {', '.join(missed) or 'none'}. "
-        f"Made a constant or an assumption, and are no predictions: {', '.join(made) or 'none'}. "
-        f"Not measured: {', '.join(unknown) or 'none'}."
+        f"Of {len(judged)} predicted rows {len(inside)} hold with all of their predicted parts: "
+        f"{', '.join(inside) or 'none'}. Misses: {', '.join(missed) or 'none'}. "
+        f"Rows and parts that predict nothing: {others}."
     )
 
 
@@ -72,21 +74,29 @@ def _figure(value: float | None) -> str | None:
     return None if value is None else f"{value:.4g}"
 
 
+def _distance(one: Result) -> str:
+    """Distance of ours, and of a ratio its effect."""
+    if one.distance is None or not one.target.demanded:
+        return "-"
+    effect = "" if one.effect is None else f"; effect {one.effect:.2f}"
+    return f"{one.distance:+.1%}{effect}"
+
+
 def tables(
     wanted: Collection[str] | None = None, figures: TraceFigures | None = None
 ) -> list[Table]:
-    """Results, what they rest on, the papers' baselines beside a good path, calibrated constants.
+    """Results, what they rest on, the papers' baselines beside a good path, and all constants.
 
     ``wanted``: rows that are shown; all, if missing.
     """
     rows = Table(
-        "Published and simulated",
+        "Published and ours",
         [
-            *("row", "result", "published", "simulated", "deviation", "tolerance"),
-            *("verdict", "basis", "source"),
+            *("row", "kind", "result", "published", "ours", "distance", "passes", "verdict"),
+            "source",
         ],
     )
-    notes = Table("What they rest on", ["row", "verdict", "note"])
+    notes = Table("What they rest on", ["row", "verdict", "margins", "note"])
     beside = Table(
         "Against a good I/O path",
         ["row", "result", "paper's baseline", "good I/O path"],
@@ -94,18 +104,18 @@ def tables(
         "beside KV as the paper's own system needs. FlexGen maps its files and gets 0.91 GB/s of a "
         "drive of 7.",
     )
-    for one in results(figures):
-        if wanted is not None and one.row not in wanted:
-            continue
-        deviation = "-" if one.deviation is None else f"{one.deviation:+.1%}"
-        cells = [one.name, one.what, one.target.text, _figure(one.ours), deviation]
-        rows.add(*cells, one.target.tolerance, one.verdict, one.basis, one.source)
+    shown = [one for one in results(figures) if wanted is None or one.row in wanted]
+    for one in shown:
+        ours, distance = _figure(one.ours), _distance(one)
+        cells = [one.name, one.kind, one.what, one.target.text, ours, distance]
+        rows.add(*cells, one.target.tolerance, one.verdict, one.source)
+        margins = "; ".join(f"{name} {value:.4g}" for name, value in one.margins.items())
         if one.note:
-            notes.add(one.name, one.verdict, one.note)
+            notes.add(one.name, one.verdict, margins or None, one.note)
         if one.beside is not None:
             beside.add(one.name, one.what, _figure(one.ours), _figure(one.beside))
     own = [_modes(), _hits(), _nodes()] if wanted is None else []
-    return [rows, notes, beside, *own, _calibrated()]
+    return [rows, notes, beside, *own, _constants(shown)]
 
 
 def _modes() -> Table:
@@ -162,13 +172,24 @@ def _nodes() -> Table:
     return table
 
 
-def _calibrated() -> Table:
-    table = Table("Calibrated constants", ["constant", "value", "from"])
-    for kind in KINDS:
-        for name, one in described(kind).items():
-            for field in sorted(one.calibrated):
-                value = getattr(one, field)
-                table.add(f"{kind.kind}: {name}: {field}", f"{value:g}", one.sources[field])
+def _constants(shown: Iterable[Result]) -> Table:
+    """Constants that these rows rest on."""
+    table = Table(
+        "Constants",
+        ["constant", "value", "calibrated by", "from", "rows"],
+        note="A tenth more of a constant moves each of its rows, and no other: a test changes them "
+        "all. calibrated by: rows whose published result it is, a share of whose step it is, or "
+        "that it was fitted to; it predicts none of them.",
+    )
+    serves: dict[str, list[str]] = {}
+    for one in shown:
+        for name in rests_on(one.name):
+            serves.setdefault(name, []).append(one.name)
+    for name, constant in constants().items():
+        if name in serves:
+            calibrated = ", ".join(constant.calibrated) or None
+            cells = f"{constant.value:g}", calibrated, constant.source, ", ".join(serves[name])
+            table.add(name, *cells)
     return table
 
 
@@ -185,11 +206,14 @@ def document(
                 "part": one.part,
                 "what": one.what,
                 "published": one.target.text,
-                "simulated": one.ours,
-                "deviation": one.deviation,
-                "tolerance": one.target.tolerance,
+                "ours": one.ours,
+                "distance": one.distance,
+                "effect": one.effect,
+                "passes": one.target.tolerance,
+                "margins": dict(one.margins),
                 "verdict": one.verdict,
-                "basis": one.basis,
+                "kind": one.kind,
+                "constants": sorted(rests_on(one.name)),
                 "source": one.source,
                 "note": one.note,
                 "good_path": one.beside,

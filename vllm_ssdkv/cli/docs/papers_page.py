@@ -11,19 +11,22 @@ from vllm_ssdkv.profiling.simulation.papers.reproduce import summary, tables
 _INTRO: Final = """\
 # Results of papers
 
-`ssdkv reproduce` simulates what four papers, and FlexGen, published, and prints this page
-(`--json`, `--rows P3,P17`; `--figure NAME --plot FILE` draws a figure). Nothing here was measured:
-drives, links, devices and accelerators are descriptions in `profiling/simulation/data`, where each
-number has its source, and a step of each system runs as discrete events.
+`ssdkv reproduce` compares the published results of four papers, and of FlexGen, with ours, and
+prints this page (`--json`, `--rows P3,P17`; `--figure NAME --plot FILE` draws a figure). Drives,
+links, devices and accelerators are descriptions in `profiling/simulation/data`, where each number
+has its source, and a step of each system runs as discrete events. Each row is one of:
 
-- **predicted**: nothing was fitted to this result. **calibrated**: it made a constant (the list is
-  at the end) or an assumption (its note names it).
-- **miss**: outside of the tolerance. The note names the facts that the paper leaves out.
-- **report**: does not follow from the paper's own facts, or does not hold against a good baseline.
-- **not measured**: this needs traces of a model; the note names the command.
-- Nothing is claimed about absolute tokens/s, power and energy.
-- A paper's baseline is a baseline as the paper ran it. The third table has the same work on a good
-  I/O path.
+- **arithmetic**: a closed form of printed figures, however near.
+- **calibrated**: a constant of it is the published result itself, a share of the same step, or was
+  fitted to it. It says nothing for the model.
+- **predicted**: a simulated step is in it, and no such constant.
+- **measured**: measured on traces of a model that the named command recorded here.
+
+Verdicts: of a ratio the effect counts, (ours - 1) / (published - 1), which passes from 0.8 to 1.25,
+so that a result on the other side of 1 is a miss; of a value its tolerance; of a band the band
+itself. The note of a miss says its cause, or what the paper leaves out. **report**: nothing is
+demanded. Of absolute tokens/s, power and energy nothing is claimed. A paper's baseline is one as
+the paper ran it; the third table has the same work on a good I/O path.
 """
 
 

@@ -30,7 +30,7 @@ def reproduce(
             parser=arguments.directory,
             metavar="DIR",
             help="Directory of traces made by `ssdkv profile`. They answer P10 to P14 through the "
-            "lab of `ssdkv bench clusters`, in place of the recorded numbers. This takes minutes "
+            "lab of `ssdkv bench clusters`, in place of the kept numbers. This takes minutes "
             "of one core.",
         ),
     ] = None,
@@ -43,7 +43,8 @@ def reproduce(
         typer.Option(
             metavar="NAME",
             help="Chart to draw into `--plot`: instinfer-devices, -batches or -traffic, "
-            "swarm-entries, hilos-intervals, -shares, -ablation, -kernel or -endurance, "
+            "swarm-entries, hilos-intervals, -shares, -ablation, -settings, "
+            "-kernel or -endurance, "
             "dockerssd-lengths, -cache or -nodes, flexgen-batches.",
         ),
     ] = None,
@@ -53,12 +54,12 @@ def reproduce(
     """Simulate the published results of InstInfer, Swarm, HILOS, DockerSSD and FlexGen, and
     compare.
 
-    Each row has the published number, ours, their distance, the tolerance, and whether ours was
-    predicted or made a constant. A row outside of its tolerance is shown as a miss, with the facts
-    that the paper leaves out. Baselines of the papers stand beside the same work on a good I/O
-    path.
+    Each row has the published number, ours, their distance, the rule that it passes by, its kind
+    (arithmetic, calibrated, predicted or measured), and the constants that it rests on. A miss is
+    shown with its cause, or with the facts that the paper leaves out. The last line counts
+    predicted rows only. Baselines of the papers stand beside the same work on a good I/O path.
 
-    The command measures nothing and takes seconds of one core. `docs/papers.md` has the whole list.
+    The command takes seconds of one core. `docs/papers.md` has the whole list.
     With `--traces`, a last table has the results of Swarm's rows on queries and keys that a model
     computed.
     """

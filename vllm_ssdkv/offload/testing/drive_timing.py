@@ -19,9 +19,8 @@ class DriveTiming:
 
     Attributes:
         channels: Beside each other.
-        channel_bandwidth: Bytes/s of each.
+        flash_bandwidth: Bytes/s that all of them together reach.
         page_bytes: Of a page of flash; less is never read.
-        page_overhead_s: Seconds of a channel that each page costs beside its transfer.
         latency_s: Seconds to the first page of a piece of work. It occupies nobody.
         attend_bandwidth: Bytes/s of K and V that the drive attends to; None: no limit.
         write_bandwidth: Bytes/s of whole pages that are written.
@@ -29,9 +28,8 @@ class DriveTiming:
     """
 
     channels: int
-    channel_bandwidth: float
+    flash_bandwidth: float
     page_bytes: int
-    page_overhead_s: float
     latency_s: float
     attend_bandwidth: float | None
     write_bandwidth: float
@@ -40,13 +38,13 @@ class DriveTiming:
     @property
     def page_s(self) -> float:
         """Seconds for which a page occupies its channel."""
-        return self.page_bytes / self.channel_bandwidth + self.page_overhead_s
+        return self.channels * self.page_bytes / self.flash_bandwidth
 
     @property
     def read_bandwidth(self) -> float:
         """Bytes/s of K and V that the drive attends to at best."""
-        flash = self.channels * self.page_bytes / self.page_s
-        return flash if self.attend_bandwidth is None else min(flash, self.attend_bandwidth)
+        limit = self.flash_bandwidth
+        return limit if self.attend_bandwidth is None else min(limit, self.attend_bandwidth)
 
     def flash_pages(self, nbytes: int) -> int:
         """Pages of flash under so many bytes that begin with a page."""
@@ -73,9 +71,8 @@ DRIVES: Final[Mapping[DriveProfile, DriveTiming]] = MappingProxyType(
         # while it decodes. As a plain drive it would be a 980 PRO.
         "instinfer": DriveTiming(
             channels=8,
-            channel_bandwidth=1.4e9,
+            flash_bandwidth=7.66e9,
             page_bytes=4096,
-            page_overhead_s=8 * 4096 / 7.66e9 - 4096 / 1.4e9,
             latency_s=FLASH_LATENCY_S,
             attend_bandwidth=None,
             write_bandwidth=2.15e9,
@@ -85,9 +82,8 @@ DRIVES: Final[Mapping[DriveProfile, DriveTiming]] = MappingProxyType(
         # programmed in 185 us, on 16 dies beside each other. Sixteen share a link of 16 GB/s.
         "smartssd": DriveTiming(
             channels=1,
-            channel_bandwidth=3.0e9,
+            flash_bandwidth=3.0e9,
             page_bytes=4096,
-            page_overhead_s=0.0,
             latency_s=FLASH_LATENCY_S,
             attend_bandwidth=11.3e9,
             write_bandwidth=16 * 4096 / 185e-6,
