@@ -47,7 +47,7 @@ FLOORS = (
     "connector/identity connector/metrics",
     "connector/worker connector/scheduler",
     "connector",
-    "batch plugin.py",
+    "secondary_tier batch plugin.py",
     "profiling grafana",
     "cli",
 )
@@ -71,7 +71,7 @@ OTHERS: dict[str, set[str]] = {
 }
 """Packages of others that a package may import beside :data:`BASE`. The rest is free."""
 
-WITH_VLLM = ("connector", "batch", "plugin.py", "cli")
+WITH_VLLM = ("connector", "secondary_tier", "batch", "plugin.py", "cli")
 MEASURE_VLLM = (
     "accuracy",
     "forced_decode.py",

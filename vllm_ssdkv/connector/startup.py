@@ -331,7 +331,7 @@ def open_scheduler(
             store, weights = open_guest_index(config, config.tier, found.place, stack)
         else:
             weights = found.place.bind(settings)
-            store = _open_store(config, found, stack)
+            store = open_store(config, found.place, stack)
         identities = RankIdentities(settings, weights)
         if config.mode == "page":
             _check_room(found, store, max_model_len)
@@ -342,7 +342,7 @@ def open_scheduler(
             found.layout.tp_size,
             Speculation.of(vllm_config, found.layout.block_tokens),
             reuses=_reuses(vllm_config),
-            sees_media=_sees_media(vllm_config),
+            sees_media=sees_media(vllm_config),
             x_share=x_share,
             x_shape=shape,
         )
@@ -388,23 +388,27 @@ def _with_hits_to_verify(config: SSDKVConfig, layout: KVLayout) -> SSDKVConfig:
     return config
 
 
-def _open_store(config: SSDKVConfig, found: _Identity, stack: ExitStack) -> SchedulerStore:
-    """Index, journal and manifest. ``stack`` closes what was opened if the start fails."""
-    counters = found.place.counters
-    index, rebalancer = open_index(found.place, counters)
+def open_store(config: SSDKVConfig, place: StorePlace, stack: ExitStack) -> SchedulerStore:
+    """Index, journal and manifest. ``stack`` closes what was opened if the start fails.
+
+    Raises:
+        StoreError: see :func:`open_index`.
+    """
+    counters = place.counters
+    index, rebalancer = open_index(place, counters)
     stack.callback(index.close)
     stack.callback(rebalancer.close)
-    policy = open_write_policy(found.place, rebalancer.placement, index.num_slots, counters)
+    policy = open_write_policy(place, rebalancer.placement, index.num_slots, counters)
     stack.callback(policy.close)
-    manifest = found.place.stored()
+    manifest = place.stored()
     paths, whole = [device.path for device in manifest.devices], config.mode == "page"
     return SchedulerStore(
         index,
         rebalancer,
-        Suspension(index, counters, found.place.suspend, [found.place.state], manifest.suspended),
+        Suspension(index, counters, place.suspend, [place.state], manifest.suspended),
         policy,
         counters,
-        found.place.name_key(),
+        place.name_key(),
         OwnStore.of(index, rebalancer, paths, counters, whole=whole),
     )
 
@@ -447,7 +451,7 @@ def _reuses(vllm_config: VllmConfig) -> bool:
     return not reason
 
 
-def _sees_media(vllm_config: VllmConfig) -> bool:
+def sees_media(vllm_config: VllmConfig) -> bool:
     """Check whether the tensors of images and the like reach the scheduler's process."""
     media = vllm_config.model_config.multimodal_config
     if media is None:

@@ -23,6 +23,7 @@ from vllm_ssdkv.cli.docs.fpga_page import fpga_page
 from vllm_ssdkv.cli.docs.papers_page import papers_page
 from vllm_ssdkv.config.node import NodeConfig
 from vllm_ssdkv.config.pool import PoolConfig
+from vllm_ssdkv.config.secondary_tier import SecondaryTierConfig
 from vllm_ssdkv.fpga_offload.generate import FILES, tables
 from vllm_ssdkv.profiling.gpu_pack.page import gpu_page
 from vllm_ssdkv.profiling.sizing.validate import section as section_of_runs
@@ -42,6 +43,7 @@ _SECTIONS: Final[dict[str, tuple[str, Callable[[], str]]]] = {
     "operations.md": ("waits", waits_table),
     "nodes.md": ("node", partial(options_table, NodeConfig)),
     "deploy.md": ("pool", partial(options_table, PoolConfig)),
+    "tier.md": ("tier", partial(options_table, SecondaryTierConfig)),
 }
 """Pages that are written by hand, each with a section that is generated."""
 
@@ -98,8 +100,8 @@ def stale(directory: Path, fresh: Mapping[str, str]) -> dict[str, str]:
 @app.command()
 def write(directory: _Directory) -> None:
     """Write cli.md, gpu.md, metrics.md, options.md and papers.md into DIR, the tables in
-    operations.md, nodes.md, deploy.md, sizing.md and fpga.md, and the headers of the FPGA kernels
-    beside DIR."""
+    operations.md, nodes.md, deploy.md, tier.md, sizing.md and fpga.md, and the headers of the FPGA
+    kernels beside DIR."""
     directory.mkdir(parents=True, exist_ok=True)
     fresh = pages(directory)
     for name in stale(directory, fresh):

@@ -1,0 +1,222 @@
+"""Whose chunks an engine finds: its own weights', its own images', and none from before a reset."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+
+from tests.e2e.models import make_llama
+from tests.secondary_tier.rig import (
+    BLOCK_TOKENS,
+    Engine,
+    engine_settings,
+    key_of,
+    request_of,
+    running,
+)
+from vllm_ssdkv.base.errors import UnsupportedError
+
+Devices = Callable[[int], list[Path]]
+
+KEYS = [key_of(number) for number in range(6)]
+ALL = set(range(6))
+
+
+def fill(engine: Engine, keys: list[OffloadKey] = KEYS) -> None:
+    context = engine.begin()
+    engine.store(keys, context)
+    engine.settle()
+    engine.end(context)
+
+
+def test_other_weights_find_nothing(tmp_path: Path, tmp_devices: Devices) -> None:
+    devices = tmp_devices(1)
+    model = make_llama(tmp_path / "llama", layers=1, seed=1)
+    settings = engine_settings(model)
+    with running(settings, devices) as engine:
+        fill(engine)
+    file = model / "model.safetensors"
+    old = file.read_bytes()
+    file.write_bytes(old[:-4] + bytes([old[-4] ^ 1]) + old[-3:])
+    with running(settings, devices, weights=1) as engine:
+        assert engine.stored(KEYS) == set()
+        fill(engine)
+        assert engine.stored(KEYS) == ALL
+    file.write_bytes(old)
+    with running(settings, devices) as engine:
+        context = engine.begin()
+        assert engine.looked_up(KEYS, context) == KEYS
+
+
+def test_a_name_stands_for_the_weights(settings: VllmConfig, tmp_devices: Devices) -> None:
+    devices = tmp_devices(1)
+    with running(settings, devices, weights_id="first") as engine:
+        fill(engine)
+    with running(settings, devices, weights_id="second") as engine:
+        assert engine.stored(KEYS) == set()
+    with running(settings, devices) as engine:
+        assert engine.stored(KEYS) == set()
+    with running(settings, devices, weights_id="first") as engine:
+        assert engine.stored(KEYS) == ALL
+
+
+def with_load_format(settings: VllmConfig, name: str) -> VllmConfig:
+    changed = copy(settings)
+    changed.load_config = copy(settings.load_config)
+    changed.load_config.load_format = name
+    return changed
+
+
+def test_weights_that_no_file_tells_of_need_a_name(
+    settings: VllmConfig, tmp_devices: Devices
+) -> None:
+    devices, dummy = tmp_devices(1), with_load_format(settings, "dummy")
+    with pytest.raises(UnsupportedError, match=r"--load-format dummy.*weights_id"):
+        Engine(dummy, devices)
+    gone = copy(settings)
+    gone.model_config = copy(settings.model_config)
+    gone.model_config.model = str(devices[0])
+    with pytest.raises(UnsupportedError, match=r"no weight files of .*weights_id"):
+        Engine(gone, devices)
+    with running(dummy, devices, weights_id="seed 0") as engine:
+        fill(engine)
+        assert engine.stored(KEYS) == ALL
+
+
+def test_after_a_reset_nothing_older_is_found_and_nothing_newer_later(
+    settings: VllmConfig, tmp_devices: Devices
+) -> None:
+    devices = tmp_devices(1)
+    newer = [key_of(number) for number in range(100, 106)]
+    with running(settings, devices) as engine:
+        fill(engine)
+        runs = engine.begin()
+        engine.reset()
+        engine.weights = 1
+        assert engine.stored(KEYS) == set()
+        engine.store(KEYS[:2], runs)  # of both weights: it began before
+        engine.settle()
+        assert engine.stored(KEYS) == set()
+        fill(engine, newer)
+        assert engine.stored(newer) == ALL
+        engine.reset()
+        assert engine.stored(newer) == set()
+    with running(settings, devices) as engine:
+        assert engine.stored(newer) == set()
+        assert engine.looked_up(KEYS, engine.begin()) == KEYS
+
+
+@pytest.mark.parametrize("options", [{"on_reset": "same_weights"}, {"weights_id": "mine"}])
+def test_a_promise_keeps_the_identity_at_a_reset(
+    settings: VllmConfig, tmp_devices: Devices, options: dict[str, str]
+) -> None:
+    devices = tmp_devices(1)
+    with running(settings, devices, **options) as engine:
+        fill(engine, KEYS[:3])
+        engine.reset()
+        fill(engine, KEYS[3:])
+        assert engine.stored(KEYS) == ALL
+    with running(settings, devices, **options) as engine:
+        assert engine.looked_up(KEYS, engine.begin()) == KEYS
+
+
+def test_an_adapter_is_refused_by_its_name(
+    settings: VllmConfig, tmp_devices: Devices, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(settings, tmp_devices(1)) as engine:
+        fill(engine)
+        caplog.set_level(logging.WARNING, "vllm_ssdkv")
+        logging.getLogger("vllm_ssdkv").addHandler(caplog.handler)
+        context = engine.begin(lora=LoRARequest("french", 1, "/adapters/french"))
+        logging.getLogger("vllm_ssdkv").removeHandler(caplog.handler)
+        assert engine.stored(KEYS, context) == set()
+        engine.store([key_of(9)], context)
+        engine.settle()
+        assert engine.stored([key_of(9)]) == set()
+    assert any("the adapter french" in record.getMessage() for record in caplog.records)
+
+
+def image(name: str, value: float, offset: int) -> MultiModalFeatureSpec:
+    """An image that the client calls ``name``, in place of 4 tokens."""
+    pixels = MultiModalFieldElem(torch.full((1, 2), value), MultiModalBatchedField())
+    return MultiModalFeatureSpec(
+        MultiModalKwargsItem({"pixels": pixels}), "image", name, PlaceholderRange(offset, 4)
+    )
+
+
+def with_image(engine: Engine, *images: MultiModalFeatureSpec) -> ReqContext:
+    context = engine.begin(mm_features=list(images))
+    for position, key in enumerate(KEYS):
+        context.set_offload_key_position(key, (position + 1) * BLOCK_TOKENS)
+    return context
+
+
+def test_an_image_is_known_by_its_content(settings: VllmConfig, tmp_devices: Devices) -> None:
+    """vLLM's keys have the client's name of it: of another image with this name no chunk from the
+    image on is found, in this process or after a restart."""
+    devices, offset = tmp_devices(1), 2 * BLOCK_TOKENS + 3
+    with running(settings, devices) as engine:
+        context = with_image(engine, image("cat", 1.0, offset))
+        engine.store(KEYS, context)
+        engine.settle()
+        assert engine.stored(KEYS, context) == ALL
+        assert engine.stored(KEYS) == {0, 1}  # without an image
+    with running(settings, devices) as engine:
+        other = with_image(engine, image("cat", 2.0, offset))
+        assert engine.stored(KEYS, other) == {0, 1}
+        # From now on the name stands for two images: nobody knows which one the GPU has seen.
+        assert engine.stored(KEYS, with_image(engine, image("cat", 1.0, offset))) == {0, 1}
+        same = with_image(engine, image("tom", 1.0, offset))
+        assert engine.stored(KEYS, same) == ALL
+        assert engine.stored(KEYS, with_image(engine, image("tom", 1.0, offset + 1))) == {0, 1}
+
+
+def test_an_image_that_is_not_seen_hides_what_follows(
+    settings: VllmConfig, tmp_devices: Devices
+) -> None:
+    unseen = image("cat", 1.0, BLOCK_TOKENS)
+    unseen.data = None
+    with running(settings, tmp_devices(1)) as engine:
+        context = with_image(engine, unseen)
+        engine.store(KEYS, context)
+        engine.settle()
+        assert engine.stored(KEYS, context) == {0}
+        assert engine.stored(KEYS) == {0}
+
+
+@pytest.mark.parametrize("what", ["embeddings", "resumable", "unknown"])
+def test_requests_whose_tokens_say_too_little_are_left_alone(
+    settings: VllmConfig, tmp_devices: Devices, what: str
+) -> None:
+    more: dict[str, Any] = {
+        "embeddings": {"prompt_embeds": torch.zeros(3, 4)},
+        "resumable": {"resumable": True},
+        "unknown": {},
+    }[what]
+    with running(settings, tmp_devices(1)) as engine:
+        fill(engine)
+        if what == "unknown":  # as another tier's requests are, which come from elsewhere
+            context = ReqContext("of another machine")
+            engine.manager.on_new_request(context)
+        else:
+            context = engine.arrive(request_of("one", **more))
+        assert engine.stored(KEYS, context) == set()
+        engine.store([key_of(9)], context)
+        engine.settle()
+        assert engine.stored([key_of(9)]) == set()

@@ -1,0 +1,148 @@
+"""Copies of chunks from vLLM's pool to the store's frames, in a thread: the scheduler only asks."""
+
+from __future__ import annotations
+
+import collections
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_ssdkv import _io
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.store.io.thread_errors import ThreadErrors
+from vllm_ssdkv.store.tier import Pairs, TierStore
+
+_LOOK_S: Final = 0.002
+"""Time between two looks for a frame."""
+
+_AT_ONCE: Final = 16
+"""Chunks that are copied together, at most: the drives begin to write before all are copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkWrite:
+    """A chunk of vLLM's pool, and the slot that gets it."""
+
+    slot: int
+    epoch: int
+    key: bytes
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Rows of vLLM's pool in memory, one for each chunk."""
+
+    address: int
+    row_bytes: int
+
+    def addresses(self, chunks: Sequence[int]) -> NDArray[np.uint64]:
+        """Absolute address of each chunk, [n]."""
+        return np.array([self.address + self.row_bytes * c for c in chunks], dtype=np.uint64)
+
+
+class ChunkWriter:
+    """Fills frames with chunks and has them written. One thread calls the methods.
+
+    A chunk is copied as soon as there is a frame for it. It fails when frames stand still for as
+    long as an I/O request may take.
+    """
+
+    def __init__(
+        self, store: TierStore, pool: Pool, offset: int, deadline_s: float, counters: Counters
+    ):
+        """``offset``: of the chunk in a frame."""
+        self._store, self._pool, self._offset = store, pool, offset
+        self._deadline_s = deadline_s
+        self._errors = ThreadErrors(counters, "writer")
+        self._orders: queue.SimpleQueue[Sequence[ChunkWrite] | None] = queue.SimpleQueue()
+        self._failed: queue.SimpleQueue[ChunkWrite] = queue.SimpleQueue()
+        self._waiting: collections.deque[ChunkWrite] = collections.deque()
+        self._moved = time.monotonic()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="ssdkv-chunks", daemon=True)
+        self._thread.start()
+
+    def write(self, chunks: Sequence[ChunkWrite]) -> None:
+        """Copy chunks and write them, in the background."""
+        self._orders.put(chunks)
+
+    def take_failed(self) -> Pairs:
+        """(slot, epoch) pairs of chunks that got no frame since the last call."""
+        found: Pairs = []
+        while True:
+            try:
+                write = self._failed.get_nowait()
+            except queue.Empty:
+                return found
+            found.append((write.slot, write.epoch))
+
+    def close(self) -> None:
+        """End the thread; chunks without a frame fail."""
+        self._stopping = True
+        self._orders.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._take_orders()
+            taken = list(self._waiting)[:_AT_ONCE]
+            if not taken:
+                continue
+            done = 0
+            with self._errors.swallowed("chunks are not stored"):
+                done = self._copy(taken)
+            self._settle(taken, done)
+        self._give_up(len(self._waiting))
+
+    def _take_orders(self) -> None:
+        """Wait for orders, where there are none; take all that are there."""
+        timeout = _LOOK_S if self._waiting else None
+        try:
+            while True:
+                if not self._waiting:
+                    self._moved = time.monotonic()
+                order = self._orders.get(timeout=timeout)
+                self._waiting.extend(order or ())
+                timeout = 0.0
+                if self._stopping:
+                    return
+                if self._orders.empty():
+                    return
+        except queue.Empty:
+            return
+
+    def _copy(self, taken: Sequence[ChunkWrite]) -> int:
+        """Copy the first of these chunks, as many as there are frames; how many."""
+        slots = np.array([write.slot for write in taken], dtype=np.int64)
+        frames = self._store.reserve_frames(slots, wait=False)
+        taken = taken[: len(frames)]
+        if not taken:
+            return 0
+        source = self._pool.addresses([write.chunk for write in taken])
+        target = self._store.save_frames.address(frames) + np.uint64(self._offset)
+        _io.copy(source, target, self._pool.row_bytes)
+        epochs = np.array([write.epoch for write in taken], dtype=np.int64)
+        self._store.flush(slots[: len(taken)], epochs, [write.key for write in taken])
+        return len(taken)
+
+    def _settle(self, taken: Sequence[ChunkWrite], done: int) -> None:
+        """Forget the chunks that are on their way, and those that have waited for too long."""
+        for _ in range(done):
+            self._waiting.popleft()
+        now = time.monotonic()
+        if done:
+            self._moved = now
+        elif now - self._moved > self._deadline_s:
+            self._give_up(len(taken))
+            self._moved = now
+
+    def _give_up(self, count: int) -> None:
+        for _ in range(count):
+            self._failed.put(self._waiting.popleft())
