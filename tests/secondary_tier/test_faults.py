@@ -1,0 +1,60 @@
+"""Drives that hang or fail: every job ends in time, and nothing that failed is found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import VllmConfig
+
+from tests.secondary_tier.rig import key_of, running
+
+Devices = Callable[[int], list[Path]]
+
+KEYS = [key_of(number) for number in range(12)]
+DEADLINE_S = 0.5
+LONGEST_S = 30.0
+"""Several deadlines, on a busy machine."""
+
+
+def faults(*rules: dict[str, Any]) -> dict[str, Any]:
+    return {"io": {"deadline": DEADLINE_S, "faults": list(rules)}}
+
+
+@pytest.mark.parametrize("kind", ["eio", "enospc", "stall"])
+def test_writes_that_fail_end_their_jobs(
+    settings: VllmConfig, tmp_devices: Devices, kind: str
+) -> None:
+    rule: dict[str, Any] = {"kind": kind, "op": "write"}
+    if kind == "stall":
+        rule["seconds"] = 4 * DEADLINE_S
+    with running(settings, tmp_devices(1), **faults(rule)) as engine:
+        context = engine.begin()
+        began = time.monotonic()
+        assert engine.store(KEYS, context) == KEYS
+        engine.settle()
+        assert time.monotonic() - began < LONGEST_S
+        assert engine.stored(KEYS, context) == set()
+        # vLLM's pool has them all the same, and its chunks are free for others.
+        assert engine.looked_up(KEYS, context) == KEYS
+        more = [key_of(number) for number in range(100, 164)]
+        assert engine.store(more, context) == more
+        engine.settle()
+
+
+def test_reads_that_fail_end_their_jobs(settings: VllmConfig, tmp_devices: Devices) -> None:
+    devices = tmp_devices(1)
+    with running(settings, devices) as engine:
+        engine.store(KEYS, engine.begin())
+        engine.settle()
+    with running(settings, devices, **faults({"kind": "eio", "op": "read"})) as engine:
+        context = engine.begin()
+        began = time.monotonic()
+        assert engine.looked_up(KEYS, context) == []
+        assert time.monotonic() - began < LONGEST_S
+        assert engine.stored(KEYS, context) == set()
+    with running(settings, devices) as engine:  # the drive is well again
+        assert engine.looked_up(KEYS, engine.begin()) == KEYS

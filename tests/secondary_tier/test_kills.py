@@ -1,0 +1,121 @@
+"""A process with the tier is killed at any moment: what it told vLLM to be stored is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from vllm.config import VllmConfig
+
+from tests.kit.forks import Program
+from tests.kit.waiting import until
+from vllm_ssdkv.store.maintenance.fsck import examined
+
+Devices = Callable[[int], list[Path]]
+
+VICTIM = Path(__file__).with_name("victim.py")
+KILLS = 20
+SOAK_KILLS = 200
+MOST_JOBS = 40
+"""Jobs that end well before a kill, at most."""
+
+UNDER_WAY = 80
+"""Chunks whose jobs have not ended, at most: so many slots a kill takes from older ones."""
+
+START_S = 240.0
+
+
+@dataclass
+class Lives:
+    """Victims over one store, and what it must hold as far as that is known from outside."""
+
+    settings: Path
+    devices: list[Path]
+    folder: Path
+    known: list[int] = field(default_factory=list)
+    """Chunks whose jobs have ended well, the oldest first."""
+    first: int = 0
+    found: int = 0
+
+    def live(self, jobs: int | None) -> None:
+        """Run a victim and kill it when so many jobs have ended; None: it ends by itself."""
+        log = self.folder / f"{self.first}-{jobs}.log"
+        engine = f"ssdkv-victim-{os.getpid()}"
+        task = {
+            "settings": str(self.settings),
+            "devices": [str(path) for path in self.devices],
+            "engine_id": engine,
+            "candidates": list(range(self.first)),
+            "first": self.first,
+            "stores": jobs is not None,
+        }
+        program = Program([str(VICTIM), json.dumps(task)], {}, self.folder, log)
+        try:
+            if jobs is None:
+                assert program.wait(START_S) == 0, log.read_text()
+            else:
+                until(
+                    lambda: self._said(log, "D") > jobs or program.poll() is not None,
+                    f"{jobs} jobs",
+                    START_S,
+                )
+                assert program.poll() is None, log.read_text()
+                os.kill(program.pid, signal.SIGKILL)
+                program.wait(START_S)
+        finally:
+            Path(f"/dev/shm/vllm_offload_{engine}.mmap").unlink(missing_ok=True)
+        self._take_in(log)
+
+    def _said(self, log: Path, kind: str) -> int:
+        return log.read_text().count(f"\n{kind} ") if log.exists() else 0
+
+    def _take_in(self, log: Path) -> None:
+        lines = log.read_text().splitlines()
+        found = next(set(json.loads(line[2:])) for line in lines if line.startswith("V "))
+        self.found += len(found)
+        newest = self.known[-100:]
+        missing = set(newest) - found
+        assert not missing, f"{sorted(missing)}: {log.read_text()[-4000:]}"
+        for line in lines:
+            if line.startswith("D "):
+                self.known += json.loads(line[2:])
+        if self.known:
+            self.first = max(self.first, self.known[-1] + UNDER_WAY)
+
+    def whole(self) -> None:
+        """The store's files are those that they should be, and every slot is right."""
+        with examined(self.devices, self.devices[0], write=False) as found:
+            assert found.report.bad == 0, found.report.problems
+
+
+def kill(settings: VllmConfig, devices: list[Path], folder: Path, kills: int, seed: int) -> Lives:
+    """Kill victim after victim over one store, then look once more."""
+    file = folder / "settings"
+    file.write_bytes(pickle.dumps(settings))
+    lives, source = Lives(file, devices, folder), random.Random(seed)
+    for _ in range(kills):
+        lives.live(source.randint(0, MOST_JOBS))
+    lives.live(None)
+    lives.whole()
+    print(f"{kills} kills, seed {seed}: {lives.found} chunks found")
+    return lives
+
+
+@pytest.mark.slow
+def test_a_kill_loses_nothing_that_was_told(
+    settings: VllmConfig, tmp_devices: Devices, tmp_path: Path
+) -> None:
+    assert kill(settings, tmp_devices(2), tmp_path, KILLS, seed=1).found
+
+
+@pytest.mark.soak
+def test_more_kills(settings: VllmConfig, tmp_devices: Devices, tmp_path: Path) -> None:
+    seed = random.randrange(1 << 30)
+    assert kill(settings, tmp_devices(2), tmp_path, SOAK_KILLS, seed).found
