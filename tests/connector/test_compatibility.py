@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,11 +24,12 @@ from tests.e2e.models import make_llama
 from tests.messages import entry_for
 from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.connector import attention_impl
+from vllm_ssdkv.connector import attention_impl, obstacle
 from vllm_ssdkv.connector.attention_backend import _tiered
 from vllm_ssdkv.connector.attention_impl import PagedAttentionImpl, _is_given
 from vllm_ssdkv.connector.compatibility import check_engine
 from vllm_ssdkv.connector.model_layout import attention_spec
+from vllm_ssdkv.connector.obstacle import TIER
 from vllm_ssdkv.connector.x_settings import why_x_does_not_pay, x_shape
 from vllm_ssdkv.fpga_offload.description import HEAD_SIZES
 
@@ -296,3 +298,18 @@ def test_a_tensor_is_a_feature_whatever_it_holds() -> None:
     assert _is_given(torch.zeros(4))
     assert not _is_given(None)
     assert not _is_given("")
+
+
+def test_vllms_own_offloading_is_a_way_out_where_there_is_any(
+    configs: dict[str, VllmConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = {"parallel_config__pipeline_parallel_size": 2}
+    assert TIER not in refusal(configs["page"], **pipeline)  # vLLM's CPU build has none
+    monkeypatch.setattr(obstacle, "vllm_offloads", lambda: True)
+    assert f"use --tensor-parallel-size, or {TIER}" in refusal(configs["page"], **pipeline)
+    assert TIER not in refusal(configs["page"], kv_transfer_config__kv_role="kv_producer")
+    groups: Any = [
+        SimpleNamespace(kv_cache_spec=spec) for spec in (SPEC, replace(SPEC, block_size=32))
+    ]
+    with pytest.raises(UnsupportedError, match=re.escape(TIER)):
+        attention_spec(SimpleNamespace(kv_cache_groups=groups))

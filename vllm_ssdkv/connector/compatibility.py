@@ -55,7 +55,8 @@ def check_engine(config: SSDKVConfig, vllm_config: VllmConfig, *, complete: bool
     hopeless = [one for one in found if _is_hopeless(one, in_reuse)]
     if found:
         elsewhere = in_reuse if config.mode == "page" else []
-        lines = [one.sentence(elsewhere) for one in hopeless or found]
+        tier = all(one.offloaded or one.ways for one in found)
+        lines = [one.sentence(elsewhere, tier=tier) for one in hopeless or found]
         raise UnsupportedError(
             f"SSDKVConnector cannot start in mode {config.mode!r}:\n"
             + "\n".join(f"  - {line}" for line in lines)
@@ -82,13 +83,15 @@ def _engine(vllm_config: VllmConfig) -> Iterator[Obstacle]:
     """Settings that no mode serves."""
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
-        yield Obstacle("--pipeline-parallel-size must be 1", ("use --tensor-parallel-size",))
+        yield Obstacle(
+            "--pipeline-parallel-size must be 1", ("use --tensor-parallel-size",), offloaded=True
+        )
     for flag, size in (
         ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
         ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size),
     ):
         if size > 1:
-            yield Obstacle(f"{flag} must be 1", ("leave it out",))
+            yield Obstacle(f"{flag} must be 1", ("leave it out",), offloaded=True)
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     if algorithm.startswith("xxhash") and os.getenv("PYTHONHASHSEED") is None:
         yield Obstacle(
@@ -139,7 +142,7 @@ def obstacles_to_reuse(vllm_config: VllmConfig) -> Iterator[Obstacle]:
             "nothing tells where they can be used again"
         )
     if not model.is_hybrid and len(_kv_bytes(model)) > 1:
-        yield Obstacle("the model's layers have KV of several sizes")
+        yield Obstacle("the model's layers have KV of several sizes", offloaded=True)
     if (
         model.attention_chunk_size is not None
         and not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
@@ -147,10 +150,13 @@ def obstacles_to_reuse(vllm_config: VllmConfig) -> Iterator[Obstacle]:
         yield Obstacle(
             "the model has layers that attend to chunks",
             ("start with --disable-hybrid-kv-cache-manager",),
+            offloaded=True,
         )
     if model.is_hybrid:
         if model.use_mla:
-            yield Obstacle("the model has latent attention (MLA) beside layers with a state")
+            yield Obstacle(
+                "the model has latent attention (MLA) beside layers with a state", offloaded=True
+            )
         if not cache.enable_prefix_caching:
             yield Obstacle(
                 "states are kept at the ends of blocks only for vLLM's own prefix caching",
@@ -160,6 +166,7 @@ def obstacles_to_reuse(vllm_config: VllmConfig) -> Iterator[Obstacle]:
             yield Obstacle(
                 "rejected drafts have changed the states of layers that have one",
                 ("start without --speculative-config",),
+                offloaded=True,
             )
 
 

@@ -63,6 +63,7 @@ def attention_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
                     "SSDKVConnector serves full and sliding-window attention and layers with a "
                     "state whose blocks are alike",
                     _one_group(specs),
+                    offloaded=True,
                 ).error()
     return first
 
@@ -105,6 +106,7 @@ def _group_spec(spec: KVCacheSpec) -> AttentionSpec | MambaSpec:
                 "the model's layers have KV of several sizes; SSDKVConnector serves models whose "
                 "layers are alike",
                 (REUSE,) if alike else (),
+                offloaded=True,
             ).error()
     if getattr(spec, "non_causal", False):
         raise Obstacle(

@@ -15,6 +15,17 @@ WITHOUT_US: Final = "leave --kv-transfer-config out"
 """The way out where there is no other."""
 
 
+TIER: Final = "put ssdkv behind vLLM's OffloadingConnector (docs/tier.md)"
+"""The way out where vLLM's own offloading serves the engine; its CPU build has none."""
+
+
+def vllm_offloads() -> bool:
+    """Check whether vLLM has offloading of its own on this platform."""
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_cpu()
+
+
 @dataclass(frozen=True, slots=True)
 class Obstacle:
     """One reason not to start.
@@ -22,20 +33,25 @@ class Obstacle:
     Attributes:
         problem: The reason.
         ways: Each of them alone removes it; none: the model cannot be served.
+        offloaded: vLLM's own offloading does not mind it.
     """
 
     problem: str
     ways: tuple[str, ...] = ()
+    offloaded: bool = False
 
-    def sentence(self, in_reuse: Sequence[Obstacle] = ()) -> str:
+    def sentence(self, in_reuse: Sequence[Obstacle] = (), *, tier: bool = True) -> str:
         """The problem with its ways out.
 
         Args:
             in_reuse: What keeps the same engine from reuse mode.
+            tier: Nothing else keeps the engine from vLLM's own offloading.
         """
         ways = []
         for way in self.ways:
             ways += [way] if way != REUSE else _reuse(in_reuse)
+        if tier and self.offloaded and vllm_offloads():
+            ways.append(TIER)
         if ways:
             return f"{self.problem}: {', or '.join(ways)}"
         also = next((one.problem for one in in_reuse if not one.ways), "")
