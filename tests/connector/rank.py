@@ -74,6 +74,8 @@ class Rank:
     """Devices that the scheduler knows to be out of use."""
     owner: dict[tuple[int, int], int] = field(default_factory=dict)
     """Slot whose bytes are at a place, a device and an offset."""
+    sizes: tuple[int, ...] = (BLOCK,)
+    """Tokens of a block of each KV cache group."""
     streams: bool = False
     """What requests read is said to come from devices, and to have room in DRAM, in every step."""
     no_frames: int = 0
@@ -155,7 +157,7 @@ class Rank:
             if full or slot in spoiled:
                 self.report.skipped.append((slot, epoch))
                 continue
-            assert len(hbm[block]) == BLOCK, "a block is saved before it is full"
+            assert len(hbm[block]) in self.sizes, "a block is saved before it is full"
             self.overwrite(slot)
             self.slots[slot] = Slot(epoch, list(hbm[block]))
         if not bound:

@@ -115,19 +115,22 @@ STATE_IN_CHUNK = -2
 """As ``STATE``; the end of the prompt's last whole block is kept without a step that ends there."""
 
 
-def specs(windows: Sequence[int | None], in_hbm: int | None) -> list[KVCacheSpec]:
-    """What vLLM knows of the layers of each group; in page mode so many tokens are ``in_hbm``."""
-    shape: Any = {
-        "block_size": BLOCK,
-        "num_kv_heads": 1,
-        "head_size": 8,
-        "dtype": torch.float32,
-    }
-    full = FullAttentionSpec(**shape)
-    if in_hbm is not None:
-        return [TieredAttentionSpec.like(full, in_hbm)]
+def specs(
+    windows: Sequence[int | None], in_hbm: int | None, sizes: Sequence[int] = ()
+) -> list[KVCacheSpec]:
+    """What vLLM knows of the layers of each group, with the ``sizes`` of their blocks in tokens; in
+    page mode so many tokens are ``in_hbm``."""
     found: list[KVCacheSpec] = []
-    for window in windows:
+    for window, size in zip(windows, sizes or [BLOCK] * len(windows), strict=True):
+        shape: Any = {
+            "block_size": size,
+            "num_kv_heads": 1,
+            "head_size": 8 * BLOCK // size,
+            "dtype": torch.float32,
+        }
+        full = FullAttentionSpec(**shape)
+        if in_hbm is not None:
+            return [TieredAttentionSpec.like(full, in_hbm)]
         if window is None:
             found.append(full)
         elif window >= 0:
@@ -136,7 +139,7 @@ def specs(windows: Sequence[int | None], in_hbm: int | None) -> list[KVCacheSpec
             inside = window == STATE_IN_CHUNK
             found.append(
                 MambaSpec(
-                    block_size=BLOCK,
+                    block_size=size,
                     shapes=((8,),),
                     dtypes=(torch.float32,),
                     page_size_padded=full.page_size_bytes,
@@ -202,9 +205,13 @@ class Simulation:
         verify_hits: int = 0,
         x_share: float = 0.0,
         on_reset: str = "keep",
+        sizes: Sequence[int] | None = None,
     ):
         """``windows``: of each KV cache group in reuse mode; None is full attention. ``retention``:
-        ``--prefix-cache-retention-interval``; None keeps everything."""
+        ``--prefix-cache-retention-interval``; None keeps everything. ``sizes``: tokens of a block
+        of each group, of which the largest is one of ours."""
+        self.sizes = tuple(sizes or [BLOCK] * len(windows))
+        hash_tokens = min(self.sizes)
         config.speculative_config = drafts
         states = any(window is not None and window < 0 for window in windows)
         config.cache_config.mamba_cache_mode = "align" if states else "none"
@@ -259,7 +266,12 @@ class Simulation:
         self.ours = SSDKVScheduler(
             options,
             EngineFacts(
-                BLOCK, MAX_MODEL_LEN, ranks, Speculation.of(config, BLOCK), x_share=x_share
+                BLOCK,
+                MAX_MODEL_LEN,
+                ranks,
+                Speculation.of(config, BLOCK),
+                x_share=x_share,
+                hashes_per_block=BLOCK // hash_tokens,
             ),
             SchedulerStore(
                 self.index,
@@ -279,7 +291,7 @@ class Simulation:
         groups = [
             KVCacheGroupSpec([f"layer{g}"], spec)
             for g, spec in enumerate(
-                specs(windows, extra["hbm_window_tokens"] if self.paged else None)
+                specs(windows, extra["hbm_window_tokens"] if self.paged else None, self.sizes)
             )
         ]
         with mock.patch.object(startup, "open_scheduler", return_value=self.ours):
@@ -290,12 +302,12 @@ class Simulation:
                 ),
                 structured_output_manager=StructuredOutputManager(config),
                 block_size=BLOCK,
-                hash_block_size=BLOCK,
+                hash_block_size=hash_tokens,
             )
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self._hasher = get_request_block_hasher(hash_tokens, sha256)
         self.ranks = [
-            Rank(number, Placement(geometry, segments, DEVICES), self.pace)
+            Rank(number, Placement(geometry, segments, DEVICES), self.pace, sizes=self.sizes)
             for number in range(ranks)
         ]
         for rank in self.ranks:
@@ -583,20 +595,20 @@ class Simulation:
                 self._attend(name, context or [], wanted)
         for group, blocks in enumerate(groups):
             symbols, first = of_group(right, group), row.hbm_start
-            window = self.windows[group]
+            window, size = self.windows[group], self.sizes[group]
             if window is not None and window < 0:
                 self._compute_state(name, group, start, right)
                 continue
             if window is not None and not self.paged:
-                first = max(0, start - window + 1) // BLOCK
+                first = max(0, start - window + 1) // size
             if good:
-                held = [s for block in blocks[first : -(-start // BLOCK)] for s in self.hbm[block]]
-                wanted = symbols[first * BLOCK : start]
+                held = [s for block in blocks[first : -(-start // size)] for s in self.hbm[block]]
+                wanted = symbols[first * size : start]
                 self._attend(name, held[: len(wanted)], wanted)
             for position in range(start, len(right)):
-                block = blocks[position // BLOCK]
+                block = blocks[position // size]
                 assert block, "KV is written to the null block"
-                at = position % BLOCK
+                at = position % size
                 symbol = symbols[position] if good else GARBAGE
                 symbol = MIXED if name in self.mixed else symbol
                 self.hbm[block] = [*self.hbm.get(block, [])[:at], symbol]
@@ -612,18 +624,19 @@ class Simulation:
         """As vLLM does it (``preprocess_mamba``): a step goes on from the state in the block of the
         token before it, and leaves its own in the block of its last one."""
         blocks = self.scheduler.kv_cache_manager.get_block_ids(name)[group]
+        size = self.sizes[group]
         if start:
-            held, wanted = blocks[(start - 1) // BLOCK], state_after(right[start - 1], group, BLOCK)
+            held, wanted = blocks[(start - 1) // size], state_after(right[start - 1], group, size)
             assert held, f"{name}: the state is gone"
             assert self.hbm[held] == wanted, f"{name}: HBM holds the state of other tokens"
         manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[group]
         position, at = manager._checkpoints.get(name, (0, 0))
         if start < position < len(right):
             assert blocks[at], "a state is written to the null block"
-            self.hbm[blocks[at]] = state_after(right[position - 1], group, BLOCK)
-        last = blocks[(len(right) - 1) // BLOCK]
+            self.hbm[blocks[at]] = state_after(right[position - 1], group, size)
+        last = blocks[(len(right) - 1) // size]
         assert last, "a state is written to the null block"
-        self.hbm[last] = state_after(right[-1], group, BLOCK)
+        self.hbm[last] = state_after(right[-1], group, size)
 
     def _learn(self, name: str) -> None:
         """Note what belongs under the keys that vLLM knows by now."""
@@ -638,16 +651,25 @@ class Simulation:
         if len(keys) > known:
             assert seed is not None
             symbols = extend(seed, request.all_token_ids[: len(keys) * BLOCK])
-            for group in range(len(self.windows)):
-                named = self.ours.groups.keys(keys, group)
+            for part, (group, end) in enumerate(self._parts()):
+                named, size = self.ours.groups.keys(keys, part), self.sizes[group]
                 state = (self.windows[group] or 0) < 0
                 for block in range(known, len(keys)):
-                    of_block = symbols[block * BLOCK : (block + 1) * BLOCK]
-                    right = of_group(of_block, group)
+                    last = block * BLOCK + end
+                    right = of_group(symbols[last - size : last], group)
                     if state:
-                        right = state_after(of_block[-1], group, BLOCK)
+                        right = state_after(symbols[last - 1], group, size)
                     assert self.content.setdefault(named[block], right) == right
             self._known[name, identity] = keys
+
+    def _parts(self) -> list[tuple[int, int]]:
+        """The group of each part, and where its tokens end in a block of ours; the one of a group
+        with states is the last."""
+        return [
+            (group, end)
+            for group, (window, size) in enumerate(zip(self.windows, self.sizes, strict=True))
+            for end in ([BLOCK] if (window or 0) < 0 else range(size, BLOCK + 1, size))
+        ]
 
     def _deliver(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         found = self.scheduler.update_from_output(output, result)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -162,6 +164,32 @@ def test_groups_are_part_of_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> N
         assert ("groups" in made.fields) is (len(windows) > 1)
         digests.add(made.digest)
     assert len(digests) == 5
+
+
+def test_blocks_of_several_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of ours is the scheduler's. Where all are alike, stores stay what they were."""
+    monkeypatch.setattr(ENGINE, "device_config", SimpleNamespace(device_type="cuda"), raising=False)
+    monkeypatch.setattr(ENGINE, "attention_config", SimpleNamespace(backend=None), raising=False)
+    reuse, texts = SSDKVConfig.from_extra_config({}), []
+    for tokens, heads in (((16, 16), 2), ((32, 16), 1), ((16, 32), 2)):
+        kept = mixed([64, None], [2, 2])
+        for group, size in zip(kept.kv_cache_groups, tokens, strict=True):
+            changed: Any = {"block_size": size, "num_kv_heads": heads * max(tokens) // size}
+            group.kv_cache_spec = replace(group.kv_cache_spec, **changed)
+        found = kv_layout(reuse, ENGINE, kept)
+        assert (found.block_tokens, found.chain_tokens) == (max(tokens), tokens[1])
+        made = fingerprint(reuse, ENGINE, found, kept)
+        texts.append(str(made.fields["groups"]))
+    assert "blocks of" not in texts[0]
+    assert [re.findall(r"blocks of (\d+)", text) for text in texts[1:]] == [
+        ["32", "16"],
+        ["16", "32"],
+    ]
+    alike, kept = kv_layout(reuse, ENGINE, mixed([64, None], [2, 2])), mixed([64, None], [2, 2])
+    digest = fingerprint(reuse, ENGINE, alike, kept).digest.hex()
+    assert digest == "b98aa3bb890f4cd6e4e1b8deb3e2fdbf", (
+        "as before there were blocks of several sizes"
+    )
 
 
 def test_channels_that_cannot_be_read_in_part_are_refused() -> None:

@@ -264,7 +264,7 @@ CASES = {
         settings={"model_config__is_mm_prefix_lm": True},
     ),
     "images-and-heads": Case(
-        "gemma4",
+        "gemma4-uneven",
         "layers with different heads, which page mode does not serve; nor does reuse mode, since",
         NO_WAY,
         settings={"model_config__is_mm_prefix_lm": True},
@@ -348,8 +348,21 @@ CASES = {
         },
         options={},
     ),
-    "heads": Case("gemma4", "layers with different heads", NO_WAY),
-    "sizes-in-reuse": Case("gemma4", "the model's layers have KV of several", NO_WAY, options={}),
+    "heads": Case("gemma4", "layers with different heads", REUSE_ALONE),
+    "sizes-in-reuse": Case(
+        "gemma4-uneven", "the model's layers have KV of several", NO_WAY, options={}
+    ),
+    "sizes-in-a-group": Case(
+        "gemma4",
+        "the model's layers have KV of several",
+        {
+            "start without --disable-hybrid-kv-cache-manager": {
+                "arguments": {"disable_hybrid_kv_cache_manager": False}
+            }
+        },
+        arguments={"disable_hybrid_kv_cache_manager": True},
+        options={},
+    ),
     "soft-capping": Case("gemma2", "the model has soft-capped logits in attention", REUSE_ALONE),
     "alibi": Case(
         "llama",
@@ -499,6 +512,16 @@ CASES = {
         options={},
         layer=cached(WINDOW, replace(FULL, head_size=64)),
     ),
+    "groups-of-many-sizes": Case(
+        "llama",
+        "blocks of 1, 256 tokens, 257 of them for the same tokens; SSDKVConnector serves up to 255",
+        NO_WAY,
+        options={},
+        layer=cached(
+            replace(WINDOW, num_kv_heads=1, head_size=512, head_size_v=512, block_size=1),
+            replace(FULL, num_kv_heads=1, head_size=2, head_size_v=2, block_size=256),
+        ),
+    ),
     "groups-of-a-kind": Case(
         "llama",
         "2 KV cache groups (SlidingWindowSpec, Special)",
@@ -624,7 +647,7 @@ def test_without_a_way_out_the_ways_out_of_others_are_not_named(
     models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = {**CASES["kv-dtype"].settings, **CASES["micro-batches"].settings}
-    text = refusal(Case("gemma4", "", {}, settings=both), models, monkeypatch)
+    text = refusal(Case("gemma4-uneven", "", {}, settings=both), models, monkeypatch)
     assert len(text.splitlines()) == 2
     assert text.endswith(WITHOUT_US)
 

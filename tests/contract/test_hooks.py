@@ -32,7 +32,11 @@ from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.output import (
     CachedRequestData,
     KVConnectorBlockState,
@@ -261,6 +265,31 @@ def test_managers_say_what_is_behind_a_window() -> None:
     window.remove_skipped_blocks("r", 160)
     held = [not block.is_null for block in window.req_to_blocks["r"]]
     assert held.index(True) == (160 - WINDOW + 1) // BLOCK
+
+
+def test_a_block_of_several_hashes_is_found_by_its_last_one() -> None:
+    """Where blocks of some groups have more tokens: vLLM hashes by the greatest common divisor, and
+    schedules by the least common multiple."""
+    half, whole = (
+        FullAttentionSpec(block_size=size, num_kv_heads=2, head_size=64, dtype=torch.float32)
+        for size in (BLOCK, 2 * BLOCK)
+    )
+    groups = [KVCacheGroupSpec([str(spec.block_size)], spec) for spec in (half, whole)]
+    settings: Any = SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=False, prefix_match_unit=None),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        kv_transfer_config=object(),
+    )
+    sizes = resolve_kv_cache_block_sizes(KVCacheConfig(8, [], groups), settings)
+    assert sizes == (2 * BLOCK, BLOCK)
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    request = Request("a", [7] * 4 * BLOCK, SamplingParams(), None, block_hasher=hasher)
+    pool = BlockPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=BLOCK)
+    blocks = pool.get_new_blocks(2)
+    pool.cache_full_blocks(request, blocks, 0, 2, 2 * BLOCK, 1)
+    found = [pool.get_cached_block(key, [1]) for key in request.block_hashes]
+    assert found == [None, [blocks[0]], None, [blocks[1]]]
 
 
 def test_freeing_goes_through_the_method_we_override() -> None:

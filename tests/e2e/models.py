@@ -26,6 +26,8 @@ from transformers import (
     BlipImageProcessor,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -61,6 +63,7 @@ ROUTER_GAIN = 2.0
 LOGIT_GAIN = 3.0
 BIAS_STD = 0.1
 GEMMA3_WINDOW = 64
+GEMMA4_WINDOW = 80
 GPT_OSS_WINDOW = 96
 SINK_LOGIT = 7.0
 """A good part of what a few hundred keys weigh in the softmax."""
@@ -130,6 +133,8 @@ def _initialise(model: PreTrainedModel, seed: int) -> None:
             parameter.copy_(noise * _std(name, parameter))
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 parameter.add_(QUERY_KEY_GAIN)
+                if name.endswith("q_norm.weight") and model.config.model_type == "gemma4_text":
+                    parameter.div_(math.sqrt(len(parameter)))  # its scores are not divided
             elif name.endswith("sinks"):
                 parameter.add_(SINK_LOGIT)
             elif "norm" in name and name.endswith("weight"):
@@ -255,6 +260,34 @@ def make_gemma3(
         ],
     )
     return _save(Gemma3ForCausalLM(config), path, seed)
+
+
+def make_gemma4(path: Path, *, seed: int = 0, full_is_larger: bool = True) -> Path:
+    """Layers with full attention and with windows, of different heads, so that vLLM gives the
+    smaller KV of a token blocks of more tokens."""
+    config = Gemma4TextConfig(
+        **COMMON,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2 if full_is_larger else 4,
+        head_dim=64,
+        global_head_dim=128,
+        attention_k_eq_v=not full_is_larger,
+        num_global_key_value_heads=1,
+        hidden_size_per_layer_input=0,
+        sliding_window=GEMMA4_WINDOW,
+        layer_types=[
+            f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")
+        ],
+    )
+    return _save(Gemma4ForCausalLM(config), path, seed)
+
+
+def make_gemma4_windows(path: Path) -> Path:
+    """As :func:`make_gemma4`; windows have more KV of a token, full attention larger blocks."""
+    return make_gemma4(path, full_is_larger=False)
 
 
 def make_gpt_oss(
@@ -386,6 +419,8 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "opt": make_opt,
     "mixtral": make_mixtral,
     "gemma3": make_gemma3,
+    "gemma4": make_gemma4,
+    "gemma4_windows": make_gemma4_windows,
     "gpt_oss": make_gpt_oss,
     "qwen3_next": make_qwen3_next,
 }

@@ -18,8 +18,8 @@ class KVLayout:
     """The KV of one rank: the layers of its largest KV cache group, in order of execution.
 
     ``overlaid``: layers of each other group, the first of which lies where the first of the largest
-    group does, and so on. ``has_states``: some have a state in place of KV, which need not fill a
-    block.
+    group does, and so on. ``has_states``: some have a state in place of KV. ``padded``: of some
+    layers what a block holds need not fill it.
     """
 
     layer_names: tuple[str, ...]
@@ -37,6 +37,10 @@ class KVLayout:
     """vLLM's name of what numbers are stored as."""
     query_heads: int = 0
     """Number of query heads of this rank; 0: not known."""
+    padded: bool = False
+    chain_tokens: int = 0
+    """Tokens of a block in HBM of the first group that attends to everything; 0: as many as
+    ``block_tokens``, which are whole blocks of every group."""
 
     @property
     def all_layers(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ sizes and fingerprint without talking to each other.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 
 _SAMPLE_BYTES = 64 * 1024
 
+MOST_PARTS = 255
+"""Blocks of all KV cache groups to a block of ours: a byte of their keys tells them apart."""
+
 
 def attention_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
     """The spec of the model's attention layers; of several KV cache groups, that of the first.
@@ -48,24 +52,42 @@ def attention_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
         UnsupportedError: groups that do not share their blocks, or layers whose state is not kept
             at the ends of blocks, or beside drafts, or without attention to everything.
     """
-    specs = [_group_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    specs = _group_specs(kv_cache_config)
     _check_states(specs)
     first = next(spec for spec in specs if isinstance(spec, AttentionSpec))
     if len(specs) > 1:
         for spec in specs:
-            alike = (spec.block_size, spec.page_size_bytes) == (
-                first.block_size,
-                first.page_size_bytes,
-            )
+            # Of as many bytes, those of some may have more tokens than those of others. vLLM's hits
+            # end within larger blocks of states.
+            alike = spec.page_size_bytes == first.page_size_bytes
+            if isinstance(spec, MambaSpec):
+                alike = alike and spec.block_size == math.gcd(*(one.block_size for one in specs))
             if type(spec) not in (FullAttentionSpec, SlidingWindowSpec, MambaSpec) or not alike:
                 raise Obstacle(
                     f"the model has {len(specs)} KV cache groups ({_kinds(specs)}); of several "
                     "SSDKVConnector serves full and sliding-window attention and layers with a "
-                    "state whose blocks are alike",
+                    "state whose blocks have as many bytes, those of states as few tokens as any",
                     _one_group(specs),
                     offloaded=True,
                 ).error()
+    parts = sum(_block_tokens(specs) // spec.block_size for spec in specs)
+    if parts > MOST_PARTS:
+        sizes = ", ".join(str(size) for size in sorted({spec.block_size for spec in specs}))
+        raise Obstacle(
+            f"the model's KV cache groups have blocks of {sizes} tokens, {parts} of them for the "
+            f"same tokens; SSDKVConnector serves up to {MOST_PARTS} such blocks",
+            offloaded=True,
+        ).error()
     return first
+
+
+def _group_specs(kv_cache_config: KVCacheConfig) -> list[AttentionSpec | MambaSpec]:
+    return [_group_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+
+
+def _block_tokens(specs: Sequence[KVCacheSpec]) -> int:
+    """Tokens of a block of ours, which is vLLM's scheduler's: whole blocks of every group."""
+    return math.lcm(*(spec.block_size for spec in specs))
 
 
 def _check_states(specs: Sequence[AttentionSpec | MambaSpec]) -> None:
@@ -139,7 +161,7 @@ def kv_layout(
         UnsupportedError: see :func:`attention_spec`; or a block is not a whole number of pages,
             or its channels cannot be read in part.
     """
-    spec = attention_spec(kv_cache_config)
+    spec, specs = attention_spec(kv_cache_config), _group_specs(kv_cache_config)
     layers = [tuple(group.layer_names) for group in kv_cache_config.kv_cache_groups]
     names = max(layers, key=len)
     if config.mode == "page":
@@ -168,9 +190,10 @@ def kv_layout(
         geometry = SlotGeometry("opaque", len(names), 1, 1, spec.page_size_bytes)
     if config.encryption is not None:
         geometry = replace(geometry, encrypted=True)
+    whole = (one for one in specs if isinstance(one, FullAttentionSpec))
     return KVLayout(
         names,
-        spec.block_size,
+        _block_tokens(specs),
         spec.num_kv_heads,
         spec.head_size,
         spec.dtype,
@@ -181,6 +204,8 @@ def kv_layout(
         kv_cache_config.has_mamba_layers,
         cache_dtype(vllm_config),
         vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config),
+        kv_cache_config.has_mamba_layers or any(one.page_size_padded for one in specs),
+        next(whole, spec).block_size,
     )
 
 
@@ -228,7 +253,12 @@ def fingerprint(
     groups = kv_cache_config.kv_cache_groups
     if len(groups) > 1:
         # Which of a slot's layers are whose, and which keys are of which group.
-        fields["groups"] = "; ".join(_group_identity(group) for group in groups)
+        specs = _group_specs(kv_cache_config)
+        sizes = {spec.block_size for spec in specs}
+        fields["groups"] = "; ".join(
+            _group_identity(group, spec) + (f", blocks of {spec.block_size}" * (len(sizes) > 1))
+            for group, spec in zip(groups, specs, strict=True)
+        )
     draft = vllm_config.speculative_config
     if draft is not None and draft.uses_draft_kv_cache():
         # The drafter's layers are layers of the slots.
@@ -259,8 +289,7 @@ def cache_dtype(vllm_config: VllmConfig) -> str:
     return "auto" if named == own else named
 
 
-def _group_identity(group: KVCacheGroupSpec) -> str:
-    spec = group.kv_cache_spec
+def _group_identity(group: KVCacheGroupSpec, spec: KVCacheSpec) -> str:
     if isinstance(spec, MambaSpec):
         held = f"state {spec.mamba_type.name} of {spec.shapes} {spec.dtypes}"
     else:

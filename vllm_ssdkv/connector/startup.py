@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 import torch
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 from vllm_ssdkv.base.errors import ConfigError, UnsupportedError
 from vllm_ssdkv.base.sizes import MIB, approximate_size, format_size
@@ -336,6 +337,7 @@ def open_scheduler(
         if config.mode == "page":
             _check_room(found, store, max_model_len)
         x_share, shape = _x_of(config, vllm_config)
+        _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         engine = EngineFacts(
             found.layout.block_tokens,
             max_model_len,
@@ -345,6 +347,7 @@ def open_scheduler(
             sees_media=sees_media(vllm_config),
             x_share=x_share,
             x_shape=shape,
+            hashes_per_block=found.layout.block_tokens // hash_tokens,
         )
         choice = LoadOrRecompute(
             # In page mode computing writes every block of the hit once more.

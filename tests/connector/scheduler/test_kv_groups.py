@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from vllm.v1.request import Request
 
+from tests.conftest import SOAK_ROUNDS
 from tests.connector.simulation import STATE, specs
 from vllm_ssdkv.connector.scheduler.kv_groups import BlockGroups
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
@@ -22,9 +24,9 @@ BLOCKS = 12
 KEYS = [bytes([block]) * 32 for block in range(BLOCKS)]
 
 
-def manager(window: int | None) -> Any:  # noqa: ANN401 - of vLLM
+def manager(window: int | None, tokens: int) -> Any:  # noqa: ANN401 - of vLLM
     """What vLLM says of the tokens that a group's layers do not attend to any more."""
-    (spec,) = specs([window], None)
+    (spec,) = specs([window], None, [tokens])
 
     def skipped(computed: int) -> int:
         if window == STATE:
@@ -38,9 +40,13 @@ def groups_of(
     windows: list[int | None],
     index: SlotIndex | None = None,
     speculation: Speculation = NO_SPECULATION,
+    sizes: Sequence[int] | None = None,
 ) -> BlockGroups:
-    managers = [manager(w) for w in windows]
-    return BlockGroups(managers, index or SlotIndex(100, None), BLOCK, speculation)
+    """``sizes``: tokens of a block of each group."""
+    sizes = sizes or [BLOCK] * len(windows)
+    managers = [manager(w, size) for w, size in zip(windows, sizes, strict=True)]
+    per_block = BLOCK // min(sizes)
+    return BlockGroups(managers, index or SlotIndex(100, None), BLOCK, speculation, per_block)
 
 
 def store(index: SlotIndex, key: bytes) -> int:
@@ -51,15 +57,17 @@ def store(index: SlotIndex, key: bytes) -> int:
     return slot
 
 
-def needed(window: int | None, first: int, end: int) -> range:
+def needed(window: int | None, first: int, end: int, last: int = BLOCK - 1) -> range:
     """Blocks that a group with this window must have, the first of which are in HBM, to go on after
-    block ``end``: those with a token that the next one attends to, or the last state."""
+    block ``end``: those with a token that the next one attends to, or the last state. ``last``: of
+    each block of ours, the last token that is the group's."""
     if window is None:
         return range(first, end)
     if window == STATE:
         return range(max(first, end - 1), end)
     oldest = max(0, end * BLOCK - window + 1)
-    return range(max(first, oldest // BLOCK), end)
+    found = [block for block in range(first, end) if block * BLOCK + last >= oldest]
+    return range(min(found, default=end), end)
 
 
 @pytest.mark.parametrize(
@@ -79,29 +87,44 @@ def test_groups_have_keys_of_their_own() -> None:
     assert all(len(key) == 32 for key in every)
 
 
+@settings(max_examples=100 if SOAK_ROUNDS is None else 1000)
 @given(
-    windows=st.lists(st.none() | st.just(STATE) | st.integers(1, 90), min_size=1, max_size=3),
-    missing=st.sets(st.tuples(st.integers(0, 2), st.integers(0, BLOCKS - 1)), max_size=20),
+    made=st.lists(
+        st.tuples(st.none() | st.just(STATE) | st.integers(1, 90), st.sampled_from([4, 8, BLOCK])),
+        min_size=1,
+        max_size=3,
+    ),
+    missing=st.sets(st.tuples(st.integers(0, 11), st.integers(0, BLOCKS - 1)), max_size=20),
     first=st.integers(0, BLOCKS),
 )
 def test_the_longest_hit_that_every_group_can_follow(
-    windows: list[int | None], missing: set[tuple[int, int]], first: int
+    made: list[tuple[int | None, int]], missing: set[tuple[int, int]], first: int
 ) -> None:
-    assume(None in windows or STATE not in windows)
-    index = SlotIndex(100, None)
-    groups = groups_of(windows, index)
+    """Also where a block of ours is several of a group: each of them is stored or not."""
+    assume(any(window is None for window, _ in made) or all(window != STATE for window, _ in made))
+    index = SlotIndex(200, None)
+    groups = groups_of([window for window, _ in made], index, sizes=[size for _, size in made])
+    # Of each part its window, and its last token in a block.
+    parts = [
+        (window, end - 1)
+        for window, size in made
+        for end in ([BLOCK] if window == STATE else range(size, BLOCK + 1, size))
+    ]
+    assert len(groups) == len(parts)
     stored = {}
-    for group in range(len(windows)):
+    for group in range(len(parts)):
         for block, key in enumerate(groups.keys(KEYS, group)):
             if (group, block) not in missing:
                 stored[group, block] = store(index, key)
-    others = [group for group in range(len(windows)) if group != groups.chain]
+    others = [group for group in range(len(parts)) if group != groups.chain]
+
+    def wanted(group: int, end: int) -> range:
+        window, last = parts[group]
+        return needed(window, first, end, last)
 
     def fits(end: int) -> bool:
         return all((groups.chain, block) in stored for block in range(first, end)) and all(
-            (group, block) in stored
-            for group in others
-            for block in needed(windows[group], first, end)
+            (group, block) in stored for group in others for block in wanted(group, end)
         )
 
     end = max(end for end in range(first, BLOCKS + 1) if end == first or fits(end))
@@ -109,9 +132,9 @@ def test_the_longest_hit_that_every_group_can_follow(
     assert hit.slots.tolist() == [stored[groups.chain, b] for b in range(first, end)]
     gone = [b for b in range(first, BLOCKS) if (groups.chain, b) not in stored]
     assert hit.shared == min([*gone, BLOCKS])
-    beside = [stored[g, b] for g in others for b in needed(windows[g], first, end)]
+    beside = [stored[g, b] for g in others for b in wanted(g, end)]
     assert hit.besides.slots.tolist() == (beside if end > first else [])
-    held = needed(windows[groups.chain], first, end)
+    held = wanted(groups.chain, end)
     assert hit.besides.behind == (held.start - first if end > first else 0)
     for count in range(1, len(hit.slots) + 1):
         assert hit.besides.follows(count) == fits(first + count)
@@ -131,6 +154,41 @@ def test_what_is_loaded_goes_where_vllm_has_blocks() -> None:
     index.drop(window[10])
     with pytest.raises(RuntimeError, match="the index changed"):
         groups.load(KEYS, 4, ids, whole=False)
+
+
+def test_parts_are_loaded_where_vllm_has_their_blocks() -> None:
+    """A window of 20 tokens in blocks of 8, two to one of 16."""
+    index = SlotIndex(100, None)
+    groups = groups_of([20, None], index, sizes=[8, BLOCK])
+    first, second, whole = ([store(index, key) for key in groups.keys(KEYS, g)] for g in range(3))
+    ids = [[0] * 21 + [7, 8, 9], list(range(20, 32))]
+    load = groups.load(KEYS, 4, ids, whole=False)
+    assert load.slots.tolist() == whole[4:] + first[11:] + second[10:]
+    assert load.block_ids.tolist() == [*range(24, 32), 8, 7, 9]
+    assert [groups.first_held(group, 12 * BLOCK) for group in range(3)] == [11, 10, 0]
+    state = RequestState(cast(Request, SimpleNamespace(request_id="a")), block_ids=ids)
+    none = cast(Any, SimpleNamespace(kv_connector_block_state=None))
+    found = list(groups.completed(state, none, KEYS[10:], 10, 12 * BLOCK))
+    assert found == [
+        (11, groups.keys(KEYS, 0)[11], 8),
+        (10, groups.keys(KEYS, 1)[10], 7),
+        (11, groups.keys(KEYS, 1)[11], 9),
+        (10, KEYS[10], 30),
+        (11, KEYS[11], 31),
+    ]
+
+
+def test_parts_that_keep_everything_go_together() -> None:
+    """Full attention in blocks of 8: the store has room for half of both parts."""
+    index = SlotIndex(2 * BLOCKS, None)
+    groups = groups_of([None], index, sizes=[8])
+    for group in range(2):
+        for key in groups.keys(KEYS, group):
+            store(index, key)
+    groups.touch(KEYS, 0)
+    for new in range(BLOCKS):
+        store(index, bytes([100 + new]) * 32)
+    assert len(groups.hit(KEYS, 0).slots) == BLOCKS // 2
 
 
 def test_a_context_of_which_hbm_has_a_window() -> None:
@@ -296,12 +354,13 @@ def pooled(windows: list[int | None], most: list[int | None], used: set[int]) ->
         held = ids == [groups.chain] and block in used
         return [SimpleNamespace(ref_cnt=int(held))] if block < BLOCKS - 1 else None
 
-    for one, cap in zip(groups._managers, most, strict=True):
+    for part, cap in zip(groups._parts, most, strict=True):
+        one = cast(Any, part.manager)
         one.max_admission_blocks_per_request = cap
         one.block_pool = SimpleNamespace(get_cached_block=cached)
 
     def has_room(first: int, states: list[RequestState], free: int) -> bool:
-        pool = cast(Any, groups._managers[0].block_pool)
+        pool = cast(Any, groups._parts[0].manager.block_pool)
         pool.get_num_free_blocks = lambda: free
         return groups.has_room(asking(320), first, 10, states)
 
@@ -331,6 +390,29 @@ def test_a_request_holds_few_states_at_a_time() -> None:
     # One that was loaded has 10 blocks and its state.
     assert has_room(0, [state(10, 320)], 2 * needed - 11)
     assert not has_room(0, [state(10, 320)], 2 * needed - 12)
+
+
+def test_parts_need_room_for_their_blocks() -> None:
+    """Of 320 tokens a full group holds 20 blocks, one with a window of 20 tokens 4 of 8 tokens."""
+    index = SlotIndex(100, None)
+    groups = groups_of([None, 20], index, sizes=[BLOCK, 8])
+    hashes = [bytes([number]) * 32 for number in range(40)]
+    held = {(hashes[1], 0), (hashes[3], 0), (hashes[2], 0), (hashes[3], 1), (hashes[2], 1)}
+
+    def cached(key: bytes, ids: list[int]) -> list[Any] | None:
+        return [SimpleNamespace(ref_cnt=1)] if (key, *ids) in held else None
+
+    pool = SimpleNamespace(get_cached_block=cached)
+    for part in groups._parts:
+        one = cast(Any, part.manager)
+        one.max_admission_blocks_per_request = 4 if part.group else None
+        one.block_pool = pool
+    request = cast(Request, SimpleNamespace(num_tokens=320, block_hashes=hashes))
+    # In HBM are two blocks of the first group, and of the other both of the second block.
+    for first, hit, shared in ((0, 10, 0), (2, 2, 4), (2, 10, 2)):
+        for free, fits in ((24 - shared, True), (23 - shared, False)):
+            pool.get_num_free_blocks = lambda free=free: free
+            assert groups.has_room(request, first, hit, [state(0, 100)]) is fits, (first, hit)
 
 
 def test_blocks_that_another_request_holds_need_no_room() -> None:

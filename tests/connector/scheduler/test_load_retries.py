@@ -16,7 +16,10 @@ HBM = cast(
     SimpleNamespace(
         coordinator=SimpleNamespace(
             single_type_managers=[
-                SimpleNamespace(max_admission_blocks_per_request=None, kv_cache_spec=None)
+                SimpleNamespace(
+                    max_admission_blocks_per_request=None,
+                    kv_cache_spec=SimpleNamespace(block_size=16),
+                )
             ]
         ),
         block_pool=SimpleNamespace(get_num_free_blocks=lambda: 100),

@@ -71,13 +71,15 @@ class Turmoil:
         windows: tuple[int | None, ...] = (None,),
         retention: int | None = None,
         x_share: float = 0.0,
+        sizes: tuple[int, ...] | None = None,
     ):
         self.random = random.Random(seed)
         self.times = random.Random(seed)
         paged = config.kv_transfer_config.kv_connector_extra_config["mode"] == "page"
         config.scheduler_config.policy = self.times.choice(["fcfs", "priority"])
         hbm = [10 if depth > 1 else 8, 12, 24, 40] if paged else [17, 24, 40]
-        hbm = [len(windows) * blocks for blocks in hbm]
+        parts = sum(BLOCK // size for size in sizes or [BLOCK] * len(windows))
+        hbm = [parts * blocks for blocks in hbm]
         self.run = Simulation(
             config,
             depth=depth,
@@ -90,6 +92,7 @@ class Turmoil:
             retention=retention,
             verify_hits=self.times.choice([0, 1, 2]),
             x_share=x_share,
+            sizes=sizes,
         )
         for rank in self.run.ranks:
             rank.streams = self.times.random() < 0.5
@@ -313,6 +316,30 @@ def test_answers_are_right_with_states(
     """Of Mamba layers and the like, which are there at the end of some blocks only."""
     kept = (0, None, 2 * BLOCK)
     assert loaded_from(model, 500, kept, depth=depth, windows=windows) > 0
+
+
+@pytest.mark.parametrize("drafts", [None, "eagle"])
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("windows", "sizes"),
+    [((40, None), (16, 8)), ((None, 20, 40), (16, 8, 4)), ((40, None, None), (8, 8, 16))],
+)
+def test_answers_are_right_with_blocks_of_several_sizes(
+    model: Path,
+    windows: tuple[int | None, ...],
+    sizes: tuple[int, ...],
+    depth: int,
+    drafts: str | None,
+) -> None:
+    drafted = drafts_like(drafts) if drafts else None
+    options: Any = {"depth": depth, "drafts": drafted, "windows": windows, "sizes": sizes}
+    assert loaded_from(model, 600, **options) > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
+def test_answers_are_right_with_states_in_smaller_blocks(model: Path, depth: int) -> None:
+    options: Any = {"depth": depth, "windows": (None, STATE, 24), "sizes": (16, 8, 8)}
+    assert loaded_from(model, 700, (0, None, 2 * BLOCK), **options) > 0
 
 
 # ---- choice between loading a hit and computing it ----

@@ -90,6 +90,7 @@ class BlockKeys:
         apart: bool = False,
         adapter: AdapterDigest = lambda number: b"",
         media: MediaContents | None = None,
+        hashes_per_block: int = 1,
     ) -> None:
         """
         Args:
@@ -98,7 +99,9 @@ class BlockKeys:
             apart: See :meth:`private`.
             adapter: Digests of adapters as the workers have told them.
             media: Contents of media; None: no request has any.
+            hashes_per_block: See :class:`EngineFacts`.
         """
+        self._hashes_per_block = hashes_per_block
         self._namespace = namespace
         self._name_key = name_key
         self._adapter = adapter
@@ -179,16 +182,21 @@ class BlockKeys:
         hashes = self._hashes(request)[block : block + 1] if identity else []
         return self._named(hashes, _bound_to(identity, choice))
 
+    def _last_hashes(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
+        """The last hash of each block: it covers all tokens before."""
+        per_block = self._hashes_per_block
+        return hashes if per_block == 1 else hashes[per_block - 1 :: per_block]
+
     def _hashes(self, request: Request) -> Sequence[bytes]:
-        """Hashes of the request's tokens and media, whatever they and its adapter are called."""
+        """Hashes of the request's tokens and media, by block, whatever they and its adapter are
+        called."""
         named = request.lora_request is not None or request.mm_features
         if not named and request.prompt_embeds is None:
-            hashes: Sequence[bytes] = request.block_hashes
-            return hashes
+            return self._last_hashes(request.block_hashes)
         view = self._views.get(request.request_id)
         if view is None:
             view = self._views[request.request_id] = _ByContent(request, self._media)
-        return view.hashes()
+        return self._last_hashes(view.hashes())
 
     def _named(self, hashes: Sequence[bytes], identity: bytes) -> list[bytes]:
         joined = b"".join(bytes(h[:KEY_BYTES]).ljust(KEY_BYTES, b"\0") for h in hashes)
@@ -205,7 +213,8 @@ class BlockKeys:
             return self.of(request, stop, start)
         own = self._own.setdefault(request.request_id, os.urandom(KEY_BYTES))
         shared = self.of(request, known, start) if start < known else []
-        return shared + self._named(request.block_hashes[max(start, known) : stop], own)
+        hashes = self._last_hashes(request.block_hashes)[max(start, known) : stop]
+        return shared + self._named(hashes, own)
 
     def private(self, request: Request) -> bool:
         """Check whether what the request computes is for itself.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.connector.messages import COMPARED, Comparison
-from vllm_ssdkv.connector.scheduler.kv_groups import GroupLoad
+from vllm_ssdkv.connector.scheduler.kv_groups import BlockGroups, GroupLoad
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
 from vllm_ssdkv.store.tier import TierIndex
 
@@ -155,7 +155,7 @@ class HitVerifier:
         return any(check.slot == slot for check in checks)
 
     def computed(
-        self, state: RequestState, oldest: int, blocks: int, group: int, layers: int
+        self, state: RequestState, oldest: int, blocks: int, groups: BlockGroups
     ) -> Comparison | None:
         """The comparison at the end of a step that has computed the block of a check, if any; where
         the stored one comes later, of a step behind that.
@@ -164,7 +164,7 @@ class HitVerifier:
             state: The request.
             oldest: First block that HBM still has in this step.
             blocks: Number of blocks that are complete at the end of it.
-            group, layers: Group of KV caches whose block is compared, and its layers.
+            groups: KV cache groups, of which the chain's block is compared.
         """
         check = self._checks.get(state.request_id)
         if check is None or check.block >= blocks or check.loading:
@@ -179,8 +179,9 @@ class HitVerifier:
             # In page mode the first blocks of a hit are not in HBM: the newest of them is.
             ids = state.block_ids[0]
             fence = ids[check.first] or ids[check.block - 1]
-        block_id = state.block_ids[group][check.block]
+        block_id = groups.chain_block(state.block_ids, check.block)
         load = COMPARED if check.beside else state.request_id
+        layers = groups.chain_layers
         return Comparison(state.request_id, check.slot, check.epoch, layers, block_id, load, fence)
 
     def result(self, request_id: str, deviation: float, *, differs: bool) -> None:

@@ -106,7 +106,8 @@ class HbmIdentities:
         """A request computes or loads these blocks; ``identity`` empty: with several.
 
         Where HBM has an older block under a hash that was computed with something else, vLLM may
-        give others either. ``blocks``: HBM blocks of the request, by group.
+        give others either. ``hashes``: vLLM's, the last of a group's block names it. ``blocks``:
+        HBM blocks of the request, by group.
         """
         if identity == self._initial and not self._identities:
             return

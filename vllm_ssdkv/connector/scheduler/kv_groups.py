@@ -5,9 +5,15 @@ different groups lie over each other in HBM, so a block is as many bytes whateve
 slot holds a block of one group. All blocks of all groups are stored; of a hit, a group with a
 window needs the blocks that the next token attends to.
 
+Blocks of some groups may have more tokens than those of others. A block of ours has the tokens of
+the scheduler's block, which is a whole number of blocks of every group. A group with n of them to
+one of ours counts as n groups, its *parts*: part p has the group's blocks p, n + p, 2n + p and so
+on. Below, a group is a part, which of most models is the whole of it.
+
 Layers that have a state (Mamba, linear attention, short convolutions) have a block for it at the
 ends of some blocks of tokens; vLLM says which these are ("align"). A hit ends at one of them, and
-needs nothing else of such a group.
+needs nothing else of such a group. A group with states has one part, the last: a hit ends with a
+block of ours.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
 from vllm_ssdkv.connector.scheduler.load_or_recompute import ALL_ATTEND_TO_ALL, HitConstraints
 from vllm_ssdkv.connector.scheduler.request_state import RequestState
@@ -51,6 +57,51 @@ def held_at_most(manager: SingleTypeKVCacheManager, blocks: int) -> int:
     if isinstance(manager.kv_cache_spec, MambaSpec):
         most = _STATES_HELD
     return blocks if most is None else min(blocks, most)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The blocks of a KV cache group that lie at one place in each block of ours.
+
+    Attributes:
+        manager: vLLM's, of the group.
+        group: vLLM's number of the group.
+        place: Number of the part.
+        of: Blocks of the group to one of ours.
+    """
+
+    manager: SingleTypeKVCacheManager
+    group: int
+    place: int = 0
+    of: int = 1
+
+    @property
+    def spec(self) -> KVCacheSpec:
+        """Spec of the group."""
+        return self.manager.kv_cache_spec
+
+    def ids(self, block_ids: Sequence[Sequence[int]]) -> Sequence[int]:
+        """HBM blocks of the part, of those of all groups."""
+        ids = block_ids[self.group]
+        return ids if self.of == 1 else ids[self.place :: self.of]
+
+    def first_held(self, computed: int) -> int:
+        """The first block that vLLM keeps for a request with so many tokens computed."""
+        skipped = int(self.manager.get_num_skipped_tokens(computed))
+        tokens: int = self.spec.block_size
+        block = max(0, skipped) // tokens  # of a state before any token it says -1
+        return max(0, -(-(block - self.place) // self.of))
+
+    def held_at_most(self, blocks: int) -> int:
+        """Most blocks that a request of so many holds in HBM at a time."""
+        return min(blocks, -(-held_at_most(self.manager, blocks * self.of) // self.of))
+
+
+def _parts_of(manager: SingleTypeKVCacheManager, group: int, block_tokens: int) -> list[_Part]:
+    spec = manager.kv_cache_spec
+    of = block_tokens // spec.block_size
+    places = [of - 1] if isinstance(spec, MambaSpec) else range(of)
+    return [_Part(manager, group, place, of) for place in places]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +148,12 @@ class BlockGroups:
         index: TierIndex,
         block_tokens: int,
         speculation: Speculation,
+        hashes_per_block: int = 1,
     ):
-        """``managers``: vLLM's, one per group; :meth:`bind` has others take their place."""
+        """``managers``: vLLM's, one per group; :meth:`bind` has others take their place.
+        ``hashes_per_block``: see :class:`EngineFacts`."""
         self._index, self._block, self._speculation = index, block_tokens, speculation
+        self._hash_tokens = block_tokens // hashes_per_block
         self.hbm: KVCacheManager | None = None
         self.chain_layers = 0
         self._set_managers(managers)
@@ -108,21 +162,26 @@ class BlockGroups:
         """vLLM's block manager exists now."""
         self.hbm = hbm
         self._set_managers(hbm.coordinator.single_type_managers)
-        layers = hbm.kv_cache_config.kv_cache_groups[self.chain].layer_names
-        self.chain_layers = len(layers)
+        group = self._parts[self.chain].group
+        self.chain_layers = len(hbm.kv_cache_config.kv_cache_groups[group].layer_names)
 
     def _set_managers(self, managers: Sequence[SingleTypeKVCacheManager]) -> None:
-        self._managers = managers
-        whole = [g for g, m in enumerate(managers) if not m.get_num_skipped_tokens(_FAR)]
+        self._parts = [
+            part
+            for group, manager in enumerate(managers)
+            for part in _parts_of(manager, group, self._block)
+        ]
+        every = range(len(self._parts))
+        whole = [g for g in every if not self._parts[g].manager.get_num_skipped_tokens(_FAR)]
         self.chain = whole[0] if whole else 0
-        self._others = [g for g in range(len(managers)) if g != self.chain]
-        specs = [m.kv_cache_spec for m in managers]
-        self._recurrent = [g for g, spec in enumerate(specs) if isinstance(spec, MambaSpec)]
-        self._windows = len(whole) < len(managers)
+        self._others = [g for g in every if g != self.chain]
+        self._whole = whole[1:]
+        self._recurrent = [g for g in every if isinstance(self._parts[g].spec, MambaSpec)]
+        self._windows = len(whole) < len(every)
 
     def __len__(self) -> int:
         """Number of groups."""
-        return len(self._managers)
+        return len(self._parts)
 
     @property
     def has_states(self) -> bool:
@@ -136,8 +195,11 @@ class BlockGroups:
 
     def first_held(self, group: int, computed: int) -> int:
         """The first block that vLLM keeps for a request with so many tokens computed."""
-        skipped = int(self._managers[group].get_num_skipped_tokens(computed))
-        return max(0, skipped) // self._block  # of a state before any token it says -1
+        return self._parts[group].first_held(computed)
+
+    def chain_block(self, block_ids: Sequence[Sequence[int]], block: int) -> int:
+        """HBM block of a block of the chain, of those of all of vLLM's groups."""
+        return self._parts[self.chain].ids(block_ids)[block]
 
     def keys(self, keys: Sequence[bytes], group: int) -> Sequence[bytes]:
         """Keys of a group's blocks, of the same tokens as ``keys``, which are the chain's."""
@@ -217,7 +279,8 @@ class BlockGroups:
 
         vLLM tells of a state in the step that ends with it, or, where its tokens are not known by
         then, in the next one, which does not write where it lies; later it may be gone."""
-        for group, ids in enumerate(state.block_ids):
+        held_ids = [part.ids(state.block_ids) for part in self._parts]
+        for group, ids in enumerate(held_ids):
             if group not in self._recurrent:
                 # vLLM has taken back what was behind the group's window before this step.
                 held = max(first, self.first_held(group, computed))
@@ -230,12 +293,13 @@ class BlockGroups:
             # It goes on from states that were in HBM, which another request may have left there
             # without that they were stored. The step leaves them as they are.
             last = (computed - 1) // self._block
-            held_before = [(g, state.block_ids[g][last], computed) for g in self._recurrent]
-            offers = [*held_before, *offers]
+            of_state = [(self._parts[g].group, held_ids[g][last]) for g in self._recurrent]
+            offers = [*((group, block_id, computed) for group, block_id in of_state), *offers]
+        parts = {self._parts[g].group: g for g in self._recurrent}
         for group, block_id, tokens in offers:
             block, beside = divmod(tokens, self._block)
             if block_id and not beside and first < block <= first + len(keys):
-                (key,) = self.keys(keys[block - 1 - first : block - first], group)
+                (key,) = self.keys(keys[block - 1 - first : block - first], parts[group])
                 yield block - 1, key, block_id
 
     def load(
@@ -256,7 +320,7 @@ class BlockGroups:
         slots, targets = [], []
         named: list[bytes] = []
         for group in (self.chain, *self._others):
-            ids = np.array(block_ids[group], dtype=np.int64)
+            ids = np.array(self._parts[group].ids(block_ids), dtype=np.int64)
             live = np.flatnonzero(ids[first:])
             in_hbm = first + int(live[0]) if len(live) else len(ids)
             begin = first if whole else in_hbm
@@ -267,7 +331,8 @@ class BlockGroups:
             slots.append(found)
             named += wanted
             targets.append(ids[in_hbm:])
-        behind = len(block_ids[self.chain]) - first - len(slots[0])
+        end = len(self._parts[self.chain].ids(block_ids))
+        behind = end - first - len(slots[0])
         return GroupLoad(
             np.concatenate(slots), tuple(named), np.concatenate(targets), len(slots[0]), behind
         )
@@ -275,15 +340,18 @@ class BlockGroups:
     def touch(self, keys: Sequence[bytes], hit: int) -> None:
         """A request with these blocks has ended, of which ``hit`` were found.
 
-        As a chain, tails are evicted before heads. The windows that others need to go on from one
-        of the two places go last: without them the chain is of no use. Two blocks more, because
-        the newest one may not be stored, and a drafter may have another one computed again. So do
-        the last states up to the two places.
+        As a chain, tails are evicted before heads, of all groups that keep everything together. The
+        windows that others need to go on from one of the two places go last: without them the
+        chain is of no use. Two blocks more, because the newest one may not be stored, and a drafter
+        may have another one computed again. So do the last states up to the two places.
         """
-        self._index.touch_chain(keys)
+        chains = [self.keys(keys, group) for group in (self.chain, *self._whole)]
+        self._index.touch_chain([key for block in zip(*chains, strict=True) for key in block])
         for end in (hit, len(keys)):
             last = self._last_state(keys, 0, end)
             for group in self._others:
+                if group in self._whole:
+                    continue
                 if group in self._recurrent:
                     of_group = keys[max(0, last - 1) : last]
                 else:
@@ -295,10 +363,10 @@ class BlockGroups:
     def _needed(self, hit: int, tokens: int) -> int:
         """HBM blocks that a request of so many tokens holds at a time, at most, from the end of
         its hit on, in blocks."""
-        needed = len(self._managers) * self._speculation.step_blocks
-        for group, manager in enumerate(self._managers):
-            blocks = -(-tokens // self._block) - self.first_held(group, hit * self._block)
-            needed += held_at_most(manager, blocks)
+        needed = len(self._parts) * self._speculation.step_blocks
+        for part in self._parts:
+            blocks = -(-tokens // self._block) - part.first_held(hit * self._block)
+            needed += part.held_at_most(blocks)
         return needed
 
     def has_room(
@@ -321,18 +389,22 @@ class BlockGroups:
             others = True
             if state.hit and not state.running:
                 held = sum(
-                    state.hit - self.first_held(group, state.hit * self._block)
-                    for group in range(len(self._managers))
+                    state.hit - part.first_held(state.hit * self._block) for part in self._parts
                 )
                 needed += max(0, self._needed(state.hit, state.request.num_tokens) - held)
-        return not others or needed <= self._managers[0].block_pool.get_num_free_blocks()
+        return not others or needed <= self._parts[0].manager.block_pool.get_num_free_blocks()
 
     def _in_use(self, request: Request, first: int, hit: int) -> int:
         """Number of blocks in HBM that the request will hold, and that others hold."""
-        pool, count = self._managers[0].block_pool, 0
-        for group in range(len(self._managers)):
-            held = self.first_held(group, hit * self._block)
-            for block_hash in request.block_hashes[held:first]:
-                found = pool.get_cached_block(block_hash, [group])
+        pool, count = self._parts[0].manager.block_pool, 0
+        for part in self._parts:
+            # A block's hash is the last one of its tokens.
+            tokens = part.spec.block_size
+            last = [
+                (block * part.of + part.place + 1) * tokens // self._hash_tokens - 1
+                for block in range(part.first_held(hit * self._block), first)
+            ]
+            for number in last:
+                found = pool.get_cached_block(request.block_hashes[number], [part.group])
                 count += found is not None and found[0].ref_cnt > 0
         return count

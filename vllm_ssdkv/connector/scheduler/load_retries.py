@@ -86,6 +86,7 @@ class LoadRetries:
             return True
         needed = 0
         for manager in hbm.coordinator.single_type_managers:
-            blocks = -(-request.num_tokens // self._block)
-            needed += held_at_most(manager, blocks) + self.step_blocks
+            tokens = manager.kv_cache_spec.block_size
+            blocks = -(-request.num_tokens // tokens)
+            needed += held_at_most(manager, blocks) + self.step_blocks * (self._block // tokens)
         return others and needed > hbm.block_pool.get_num_free_blocks()

@@ -148,15 +148,13 @@ class PrefixLookup:
         self._loads.probe(state.request)
 
     def _plan_load(self, state: RequestState, block_ids: tuple[list[int], ...], count: int) -> None:
-        end = state.hit = len(block_ids[0])
+        end = state.hit = self._in_hbm + count
         keys = self._identities.keys.of(state.request, end)
         load = self._groups.load(keys, end - count, block_ids, whole=self._policy.whole_hits)
         self._index.touch_chain(load.keys)
         self._index.pin(load.slots)
         state.loaded_from = end - count
-        loaded = state.request.block_hashes[end - count : end]
-        identity = self._identities.keys.identity(state.request)
-        self._identities.hbm.holds(loaded, identity, block_ids)
+        self._identities.loads(state.request, end - count, end, block_ids)
         state.load = load
         self._policy.load_begins(state, load, count)
         whole = self._verifier.extend(state.request_id, load)

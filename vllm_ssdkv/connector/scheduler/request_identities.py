@@ -44,7 +44,9 @@ class RequestIdentities:
             apart=engine.speculation.drafts,
             adapter=ranks.adapter_digest,
             media=MediaContents(engine.block_tokens, seen=engine.sees_media),
+            hashes_per_block=engine.hashes_per_block,
         )
+        self._per_block = engine.hashes_per_block
         self.hbm = HbmIdentities(ranks.namespace)
         self.resets = CacheResets(len(ranks.weights))
         self._counters = counters
@@ -78,7 +80,7 @@ class RequestIdentities:
     def began_alike(self, request: Request, blocks: int) -> bool:
         """Check whether a request's first blocks, in HBM, were computed with its own identity."""
         identity = self.keys.identity(request)
-        hashes = request.block_hashes[:blocks]
+        hashes = self._vllm_hashes(request, 0, blocks)
         return bool(identity) and not self.hbm.began_with(hashes, identity)
 
     def adapter_of(self, request: Request) -> Adapter | None:
@@ -101,10 +103,24 @@ class RequestIdentities:
         self, request: Request, first: int, stop: int | None, block_ids: Sequence[Sequence[int]]
     ) -> None:
         """A request computes its blocks ``first`` to ``stop``, which HBM keeps for others."""
-        hashes, known = request.block_hashes[first:stop], self.keys.known_blocks(request)
-        border = len(hashes) if known is None else max(0, known - first)
+        hashes, known = self._vllm_hashes(request, first, stop), self.keys.known_blocks(request)
+        border = len(hashes) if known is None else max(0, known - first) * self._per_block
         self.hbm.holds(hashes[:border], self.to_store(request), block_ids)
         self.hbm.holds(hashes[border:], b"", block_ids)
+
+    def loads(
+        self, request: Request, first: int, stop: int, block_ids: Sequence[Sequence[int]]
+    ) -> None:
+        """A request's blocks ``first`` to ``stop`` come from the store."""
+        hashes = self._vllm_hashes(request, first, stop)
+        self.hbm.holds(hashes, self.keys.identity(request), block_ids)
+
+    def _vllm_hashes(self, request: Request, first: int, stop: int | None) -> Sequence[bytes]:
+        """vLLM's hashes of blocks, under one of which each block of a KV cache group lies in HBM's
+        cache."""
+        last = None if stop is None else stop * self._per_block
+        hashes: Sequence[bytes] = request.block_hashes[first * self._per_block : last]
+        return hashes
 
     def look_for_reset(self) -> bool:
         """Check whether HBM's cache was reset since the last look: the store is hidden then."""
@@ -130,7 +146,7 @@ class RequestIdentities:
             adapter = state.request.lora_request
             if weights or (adapter is not None and adapter.lora_int_id in adapters):
                 # Some of them, this step's at least, are not what the scheduler took them for.
-                self.hbm.holds(state.request.block_hashes[state.hit :], b"")
+                self.hbm.holds(self._vllm_hashes(state.request, state.hit, None), b"")
         self._ended.clear()
         if weights:
             self._counters.add("weights_changed")

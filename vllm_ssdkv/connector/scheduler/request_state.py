@@ -21,8 +21,8 @@ class RequestState:
 
     Attributes:
         request: vLLM's request; its ``block_hashes`` grow as tokens become known.
-        block_ids: Of each KV cache group, the HBM block of each block index; 0, the null block, or
-            one that vLLM has taken back since, behind the window.
+        block_ids: vLLM's: of each KV cache group, the HBM block of each of the group's blocks; 0,
+            the null block, or one that vLLM has taken back since, behind the window.
         published: Blocks looked at for storing so far.
         computed: Tokens computed when the steps scheduled so far have ended.
         slots: Page mode: slot of each completed block, pinned for the request.

@@ -131,7 +131,7 @@ class SSDKVScheduler:
         identities.keys.resumable_apart |= groups.has_states
         identities.hbm.pool = hbm.block_pool
         identities.resets.bind(hbm.block_pool)
-        identities.hbm.groups = len(groups)
+        identities.hbm.groups = len(hbm.kv_cache_config.kv_cache_groups)
         self.policy.bind(hbm)
 
     # ---- admission ----
@@ -249,9 +249,7 @@ class SSDKVScheduler:
         block, groups, config = self._parts.engine.block_tokens, self.groups, self._parts.config
         window = config.window_tokens if config.mode == "page" else computed
         oldest = (computed - window + 1) // block if window < computed else 0
-        compared = self.verifier.computed(
-            state, oldest, after // block, groups.chain, groups.chain_layers
-        )
+        compared = self.verifier.computed(state, oldest, after // block, groups)
         if compared is not None:
             plan.compare.append(compared)
         self.policy.schedule(plan, state, computed, count, output)
@@ -415,7 +413,7 @@ def _make_parts(
         asked,
         draft,
         identities,
-        BlockGroups((), store.index, engine.block_tokens, speculation),
+        BlockGroups((), store.index, engine.block_tokens, speculation, engine.hashes_per_block),
         slots,
         LoadQueue(choice, retries, store.index, requests, identities, asked, draft),
         HitVerifier(

@@ -41,6 +41,8 @@ class EngineFacts:
         sees_media: Whether the scheduler's process has the tensors of images and the like.
         x_share: Share of the running contexts that is stored as X, at most, or how it is found.
         x_shape: Shape of the layers, where it may be.
+        hashes_per_block: vLLM's hashes to a block of ours: more than one where blocks of some KV
+            cache groups have more tokens than those of others.
     """
 
     block_tokens: int
@@ -51,6 +53,7 @@ class EngineFacts:
     sees_media: bool = True
     x_share: float | Literal["auto"] = 0.0
     x_shape: XShape | None = None
+    hashes_per_block: int = 1
 
 
 @dataclass(frozen=True, slots=True)

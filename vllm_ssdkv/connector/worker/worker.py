@@ -207,10 +207,10 @@ class SSDKVWorker:
             [as_it_lies(cache) for cache in caches],
             layout.geometry,
             kind,
-            layout.block_tokens,
-            # Where layers hold states, blocks of the others have padding.
+            layout.chain_tokens or layout.block_tokens,
+            # Where blocks have padding, a token's elements are fewer than they seem.
             frozenset()
-            if layout.has_states
+            if layout.padded
             else layers_of_tokens(layout.layer_names, routed=self._binding.routed),
             block_layout(layout, self.config.page_tokens) if self.config.orders_tokens else None,
         )
@@ -223,7 +223,7 @@ class SSDKVWorker:
 
     def _blocks(self, cache: torch.Tensor) -> torch.Tensor:
         layout = self.layout
-        if layout.has_states:
+        if layout.padded:
             return blocks_as_bytes(cache, layout.num_blocks, layout.geometry.payload_bytes)
         return whole_blocks(cache, layout.num_blocks)
 
