@@ -26,6 +26,9 @@ SOAK_KILLS = 200
 MOST_JOBS = 40
 """Jobs that end well before a kill, at most."""
 
+NEWEST, OTHERS = 100, 60
+"""Chunks of which a start must find the newest, and may find the others."""
+
 UNDER_WAY = 80
 """Chunks whose jobs have not ended, at most: so many slots a kill takes from older ones."""
 
@@ -39,20 +42,23 @@ class Lives:
     settings: Path
     devices: list[Path]
     folder: Path
+    source: random.Random
     known: list[int] = field(default_factory=list)
     """Chunks whose jobs have ended well, the oldest first."""
     first: int = 0
     found: int = 0
+    lives: int = 0
 
     def live(self, jobs: int | None) -> None:
         """Run a victim and kill it when so many jobs have ended; None: it ends by itself."""
-        log = self.folder / f"{self.first}-{jobs}.log"
+        self.lives += 1
+        log = self.folder / f"{self.lives}.log"
         engine = f"ssdkv-victim-{os.getpid()}"
         task = {
             "settings": str(self.settings),
             "devices": [str(path) for path in self.devices],
             "engine_id": engine,
-            "candidates": list(range(self.first)),
+            "candidates": self._candidates(),
             "first": self.first,
             "stores": jobs is not None,
         }
@@ -73,6 +79,13 @@ class Lives:
             Path(f"/dev/shm/vllm_offload_{engine}.mmap").unlink(missing_ok=True)
         self._take_in(log)
 
+    def _candidates(self) -> list[int]:
+        """The newest chunks, those of jobs that were under way, and some of the others."""
+        newest = self.known[-NEWEST:]
+        others = self.source.sample(self.known[:-NEWEST], min(OTHERS, len(self.known[:-NEWEST])))
+        border = newest[-1] + 1 if newest else 0
+        return sorted({*others, *newest, *range(border, border + UNDER_WAY)})
+
     def _said(self, log: Path, kind: str) -> int:
         return log.read_text().count(f"\n{kind} ") if log.exists() else 0
 
@@ -80,8 +93,7 @@ class Lives:
         lines = log.read_text().splitlines()
         found = next(set(json.loads(line[2:])) for line in lines if line.startswith("V "))
         self.found += len(found)
-        newest = self.known[-100:]
-        missing = set(newest) - found
+        missing = set(self.known[-NEWEST:]) - found
         assert not missing, f"{sorted(missing)}: {log.read_text()[-4000:]}"
         for line in lines:
             if line.startswith("D "):
@@ -99,7 +111,8 @@ def kill(settings: VllmConfig, devices: list[Path], folder: Path, kills: int, se
     """Kill victim after victim over one store, then look once more."""
     file = folder / "settings"
     file.write_bytes(pickle.dumps(settings))
-    lives, source = Lives(file, devices, folder), random.Random(seed)
+    source = random.Random(seed)
+    lives = Lives(file, devices, folder, source)
     for _ in range(kills):
         lives.live(source.randint(0, MOST_JOBS))
     lives.live(None)

@@ -99,7 +99,9 @@ class Play:
     def reset(self) -> None:
         """vLLM resets its cache, perhaps for other weights, with jobs under way."""
         context = self.engine.begin()
-        self.engine.store(self.keys(), context)
+        taken = self.engine.store(self.keys(), context)
+        if not self.engine.weights:
+            self.lasting.update(taken)
         self.engine.reset()
         self.engine.weights += 1
         self.known.clear()

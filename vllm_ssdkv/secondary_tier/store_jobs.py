@@ -101,6 +101,8 @@ class StoreJobs:
         self._policy.record_access(list(found))
         admitted = dict(zip(found, self._policy.admitted(list(found)).tolist(), strict=True))
         wanted: list[tuple[OffloadKey, bytes, int]] = []
+        stored = [slot for key in found if (slot := self._index.find(key)) is not None]
+        self._index.touch(np.array(stored, dtype=np.int64))  # they were computed again: in use
         for key, chunk in found.items():
             if key in self._keys or self._index.find(key) is not None:
                 continue
