@@ -421,25 +421,26 @@ class _Work:
         self.fetched_bytes = below * x_bytes + held - self.near_bytes
         self.attended_bytes = self.near_bytes, held - self.near_bytes
         self.dram_bytes = on.in_dram * (read * (1 - x) + x_bytes)
-        # Read once for the whole batch: experts are taken as those of one token.
-        ends = model.vocabulary_parameters
-        weights = (model.active - ends) / len(model.layers)
-        self.layer_weights = number * (model.parameters - ends) / layers
-        brought = number * weights if system.weights == "dram" else 0.0
+        # Read once for the whole batch.
+        of = model.weights
+        weights = (of.dense + of.used) / len(model.layers)
+        stored = of.read_bytes(batch) / len(model.layers)
+        self.layer_weights = of.layer_bytes / layers
+        brought = stored if system.weights == "dram" else 0.0
         new = batch * model.kv_bytes_per_token() / layers
         # What waits to be written lies in DRAM, half of the interval on the mean.
         waiting = new * system.spill_tokens / 2 if near else 0.0
         self.host_bytes = brought + waiting
-        once = max(number * weights / gpu.bandwidth, 2 * weights * batch / gpu.flops)
+        once = max(stored / gpu.bandwidth, 2 * weights * batch / gpu.flops)
         self.projection_s, self.mlp_s = once / 3, once * 2 / 3
         self.attention_s = (read * (1 - x) + x_bytes) / gpu.bandwidth
         own = kv * x + above * read * (1 - x) + held - self.near_bytes
-        kv_size = model.kv_bytes_per_token() / number / layers
+        kv_size = sum(layer.numbers for layer in model.layers) / layers
         # K and V of all tokens, from X; two FLOP each. Then attention to them.
         projected = x * batch * on.tokens * 2 * model.hidden * kv_size
         self.beside_s = projected / gpu.flops + own / gpu.bandwidth
         self.new_bytes = new * (1 - x) + new * x * model.hidden / kv_size
-        self.new_writes = self._writes(system, on, kv_size * number)
+        self.new_writes = self._writes(system, on, model.kv_bytes_per_token() / layers)
         head = model.head_size * number
         self.sent_bytes = batch * (model.heads + 2 * model.kv_heads) * head
         self.output_bytes = batch * model.heads * head

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, TypeAlias
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.profiling.simulation.description import DATA, read_mapping
 from vllm_ssdkv.profiling.simulation.layer_states import STATES, StateSize
+from vllm_ssdkv.profiling.simulation.weights import TIED, Weights, bits, count
 
 LayerKind: TypeAlias = Literal["full", "sliding", "chunked", "latent", "state", "none"]
 """``latent``: one vector for all heads (MLA). ``none``: it uses the KV of another layer."""
@@ -36,10 +37,6 @@ _KIND_OF: Final[Mapping[str, LayerKind]] = {
     "linear_attention": "state",
     "mamba": "state",
 }
-_PLAIN_MLP: Final = frozenset(
-    {"opt", "gpt2", "gptj", "gpt_neox", "gpt_bigcode", "bloom", "falcon", "mpt", "phi", "gpt3"}
-)
-"""Types whose MLP has two matrices; that of others has three."""
 _ALL_HEADS: Final = frozenset({"opt", "bloom", "gpt2", "gpt_neox", "gptj", "gpt3"})
 """Types whose heads have K and V of their own, whatever ``num_key_value_heads`` says."""
 _LENGTHS: Final = (
@@ -59,6 +56,31 @@ _SCALED_LENGTHS: Final = frozenset(
 """Kinds of scaled RoPE whose models name the length after scaling."""
 _HEADS_DIVIDE: Final = _ALL_HEADS - {"gpt3"} | {"qwen2", "stablelm", "jamba", "falcon"}
 """Types whose heads divide the hidden size, whatever ``head_dim`` says: vLLM does not read it."""
+
+
+_PATTERNS: Final[Mapping[str, int]] = {
+    "gemma2": 2,
+    "gemma3_text": 6,
+    "gemma4_text": 6,
+    "gpt_oss": 2,
+    "cohere2": 4,
+    "llama4_text": 4,
+}
+"""Types of which one layer in so many attends to everything, where no field says which."""
+_WIDE_HEADS: Final[Mapping[str, int]] = {
+    "gemma": 256,
+    "gemma2": 256,
+    "gemma3_text": 256,
+    "gemma4_text": 256,
+}
+"""Size of a head, where no field says it."""
+_PLAIN: Final = frozenset(
+    {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi", "phi3", "olmo2"}
+    | {"granite", "starcoder2", "stablelm", "glm4", "glm4_moe", "falcon", "gpt_bigcode"}
+    | {"deepseek_v2", "deepseek_v3", "lamda", "gptj", "mpt"}
+)
+TYPES: Final = tuple(sorted(_PLAIN | _ALL_HEADS | set(_PATTERNS) | set(_WIDE_HEADS) | set(STATES)))
+"""Values of ``model_type`` that are understood."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +103,14 @@ class Layer:
         numbers: Of K and V of one token.
         window: Tokens that it attends to, at most; None: all.
         state: Of a layer that keeps one in place of KV.
+        head_size: Channels of a head, where the layer has KV of heads.
     """
 
     kind: LayerKind
     numbers: int = 0
     window: int | None = None
     state: StateSize | None = None
+    head_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +122,10 @@ class ModelShape:
         model.kv_bytes_per_token()
 
     Attributes:
-        dtype: Of weights, and of KV unless another is asked for.
-        parameters: Weights in matrices, embeddings included.
-        active: Of these, what one token goes through: not the other experts.
-        vocabulary_parameters: Of these, embeddings and the last projection.
+        dtype: Type of weights that are not quantised, and of KV unless another is asked for.
+        weights: Weights in matrices, and their bytes as stored.
         positions: None: the file does not say it.
+        kv_dtype: Type of KV; None: ``dtype``.
     """
 
     name: str
@@ -112,14 +135,25 @@ class ModelShape:
     kv_heads: int
     head_size: int
     dtype: str
-    parameters: int
-    active: int
-    vocabulary_parameters: int
+    weights: Weights
     positions: Positions | None = None
+    kv_dtype: str | None = None
+
+    @property
+    def parameters(self) -> int:
+        """Weights in matrices, embeddings included."""
+        return self.weights.dense + self.weights.experts + self.weights.ends
+
+    @property
+    def active(self) -> int:
+        """Weights that one token goes through: not the other experts."""
+        return self.weights.dense + self.weights.used + self.weights.ends
 
     @classmethod
-    def read(cls, path: Path, *, name: str | None = None) -> ModelShape:
-        """The shape that a file says.
+    def read(
+        cls, path: Path, *, name: str | None = None, stored: int | str | None = None
+    ) -> ModelShape:
+        """The shape that a file says. ``stored``: see :meth:`of`.
 
         Raises:
             ConfigError: it cannot be read, or see :meth:`of`.
@@ -130,16 +164,28 @@ class ModelShape:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from error
         except ValueError as error:
             raise ConfigError(f"{path} is no JSON: {error}") from None
-        return cls.of(config, name=name or path.parent.name or str(path), where=str(path))
+        name = name or path.parent.name or str(path)
+        return cls.of(config, name=name, where=str(path), stored=stored)
 
     @classmethod
-    def of(cls, config: object, *, name: str, where: str = "config.json") -> ModelShape:
+    def of(
+        cls,
+        config: object,
+        *,
+        name: str,
+        where: str = "config.json",
+        stored: int | str | None = None,
+    ) -> ModelShape:
         """The shape that an object of that file says.
+
+        Args:
+            stored: Bytes of all weights, or ``quant_method`` of the weights in layers, whatever
+                the file says.
 
         Raises:
             ConfigError: a field is missing or wrong, or layers are of a kind that is not described.
         """
-        return _Reader(config, where).shape(name)
+        return _Reader(config, where).shape(name, stored)
 
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
         """Bytes of KV that one more token adds, over all layers.
@@ -147,14 +193,16 @@ class ModelShape:
         Raises:
             ConfigError: ``dtype`` is not known.
         """
-        return sum(layer.numbers for layer in self.layers) * bytes_of(dtype or self.dtype)
+        return sum(layer.numbers for layer in self.layers) * self._kv_number(dtype)
 
     def kv_bytes(self, tokens: int, dtype: str | None = None) -> int:
         """Bytes that attention to so many tokens reads: windows are no longer than they are."""
-        number = bytes_of(dtype or self.dtype)
-        return number * sum(
+        return self._kv_number(dtype) * sum(
             layer.numbers * min(tokens, layer.window or tokens) for layer in self.layers
         )
+
+    def _kv_number(self, dtype: str | None) -> int:
+        return bytes_of(dtype or self.kv_dtype or self.dtype)
 
     def state_bytes(self) -> int:
         """Bytes of all states of one sequence, whatever its length."""
@@ -168,7 +216,7 @@ class ModelShape:
 
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
-        return self.parameters * bytes_of(self.dtype)
+        return round(self.weights.layer_bytes) + self.weights.ends * bytes_of(self.dtype)
 
     def attention_layers(self) -> int:
         """Number of layers that have KV of their own."""
@@ -199,19 +247,23 @@ class _Reader:
         kind = config.get("model_type") or outer.get("model_type")
         self.type = str(kind or "")
 
-    def shape(self, name: str) -> ModelShape:
+    def shape(self, name: str, stored: int | str | None) -> ModelShape:
+        if self.type not in TYPES:
+            raise ConfigError(
+                f"{self._where}: model_type: got {self.type!r}, which is not understood; one of "
+                f"{', '.join(TYPES)}"
+            )
         hidden = self.whole("hidden_size", "n_embd", "d_model")
-        heads = self.whole("num_attention_heads", "n_head", "n_heads", default=1)
-        if self.type in STATES and "num_attention_heads" not in self._config:
-            heads = 1
-        head_size = hidden // heads
+        none = 1 if self.type in STATES else None
+        heads = self.whole("num_attention_heads", "n_head", "n_heads", default=none)
+        head_size = _WIDE_HEADS.get(self.type, hidden // heads)
         if self.type not in _HEADS_DIVIDE:
             head_size = self.whole("head_dim", "kv_channels", default=head_size)
         kv_heads = self._kv_heads(heads)
         layers = tuple(self._layers(kv_heads, head_size))
-        count = self._parameters(hidden, heads, kv_heads, head_size, layers)
         sizes = (hidden, heads, kv_heads, head_size)
-        return ModelShape(name, layers, *sizes, self._dtype(), *count, self._positions())
+        weights = self._weights(sizes, layers, stored)
+        return ModelShape(name, layers, *sizes, self._dtype(), weights, self._positions())
 
     def whole(self, *names: str, default: int | None = None) -> int:
         """The first of these fields that is there, a whole number above 0."""
@@ -302,6 +354,9 @@ class _Reader:
             fields.whole("num_key_value_heads", default=heads),
         )
 
+    def value(self, name: str) -> Any:  # noqa: ANN401 - as JSON has it
+        return self._config.get(name)
+
     def whole_or_zero(self, name: str) -> int:
         value = self._config.get(name)
         return 0 if value in (None, 0) else self.whole(name)
@@ -322,14 +377,14 @@ class _Reader:
             case "sliding":
                 # Cohere counts the tokens before the newest one.
                 window = self.whole("sliding_window") + (self.type == "cohere2")
-                return Layer("sliding", 2 * kv_heads * head_size, window)
+                return Layer("sliding", 2 * kv_heads * head_size, window, head_size=head_size)
             case "chunked":
                 window = self.whole("attention_chunk_size")
-                return Layer("chunked", 2 * kv_heads * head_size, window)
+                return Layer("chunked", 2 * kv_heads * head_size, window, head_size=head_size)
         # Some families give layers that attend to everything heads of another size.
         wide = self.whole("global_head_dim", default=head_size)
         heads = self.whole("num_global_key_value_heads", default=kv_heads)
-        return Layer("full", 2 * heads * wide)
+        return Layer("full", 2 * heads * wide, head_size=wide)
 
     def _kinds(self, count: int) -> list[LayerKind]:
         config = self._config
@@ -357,10 +412,29 @@ class _Reader:
                 f"{self._where}: {hint}: layers with a state, and no layer_types that says which; "
                 "give layer_types"
             )
+        if self.type == "llama4_text":
+            rope = (
+                self._list(config["no_rope_layers"], count)
+                if config.get("no_rope_layers")
+                else None
+            )
+            return self._mixed("chunked", count, rope)
         window = config.get("sliding_window")
         if window and config.get("use_sliding_window", True):
-            return ["sliding"] * count
+            return self._mixed("sliding", count, None)
         return ["full"] * count
+
+    def _mixed(
+        self, kind: LayerKind, count: int, named: Sequence[object] | None
+    ) -> list[LayerKind]:
+        """Layers of this kind, but for those that attend to everything."""
+        if named is not None:
+            return [kind if entry else "full" for entry in named]
+        every = self.whole(
+            *("sliding_window_pattern", "no_rope_layer_interval"),
+            default=_PATTERNS.get(self.type, count + 1),
+        )
+        return ["full" if number % every == 0 else kind for number in range(1, count + 1)]
 
     def _list(self, named: object, count: int) -> list[object]:
         if not isinstance(named, list) or len(named) != count:
@@ -377,44 +451,92 @@ class _Reader:
             )
         return kind
 
-    def _parameters(
-        self, hidden: int, heads: int, kv_heads: int, head_size: int, layers: Sequence[Layer]
-    ) -> tuple[int, int, int]:
-        """Weights in matrices: all of them, those that a token goes through, those of its ends."""
-        inner = self.whole(
-            "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", default=4 * hidden
-        )
-        matrices = 2 if self.type in _PLAIN_MLP else 3
-        attends = hidden * head_size * (2 * heads + 2 * kv_heads)
-        one = matrices * hidden * self.whole("moe_intermediate_size", default=inner)
-        experts = self.whole(*("num_local_experts", "num_experts", "n_routed_experts"), default=1)
-        used = self.whole("num_experts_per_tok", default=1)
-        vocabulary = self.whole("vocab_size", default=1) * hidden
-        tied = self._config.get("tie_word_embeddings", self.type in ("opt", "bloom", "gpt2"))
-        ends = vocabulary if tied else 2 * vocabulary
-        count = len(layers)
-        if experts == 1:
-            one, used = matrices * hidden * inner, 1
-        total = count * (attends + experts * one) + ends
-        return total, count * (attends + used * one) + ends, ends
+    def _weights(
+        self, sizes: tuple[int, int, int, int], layers: Sequence[Layer], stored: int | str | None
+    ) -> Weights:
+        hidden, *_ = sizes
+        dense, experts, used = count(self, [self._attends(*sizes, of) for of in layers], hidden)
+        head = self.whole("vocab_size") * hidden
+        tied = self._outer.get("tie_word_embeddings", self.type in TIED)
+        ends = head if self._config.get("tie_word_embeddings", tied) else 2 * head
+        given = self._config.get("quantization_config") or self._outer.get("quantization_config")
+        if stored is not None:
+            given = {"quant_method": stored} if isinstance(stored, str) else None
+        number = bytes_of(self._dtype())
+        plain, of_experts = bits(given, 8 * number, self._where)
+        parts = [dense * plain / 8, experts * of_experts / 8]
+        if isinstance(stored, int):
+            left = stored - ends * number
+            if left <= 0:
+                raise ConfigError(
+                    f"{self._where}: weights: got {stored:,} bytes; embeddings alone have "
+                    f"{ends * number:,}"
+                )
+            times = left / sum(parts)
+            parts = [times * part for part in parts]
+        return Weights(dense, experts, used, head, ends, *parts)
+
+    def _attends(self, hidden: int, heads: int, kv_heads: int, head_size: int, layer: Layer) -> int:
+        """Weights of a layer's attention."""
+        if layer.kind == "latent":
+            rope, rank = self.whole("qk_rope_head_dim"), self.whole("kv_lora_rank")
+            plain, value = self.whole("qk_nope_head_dim"), self.whole("v_head_dim")
+            query = heads * (plain + rope)
+            low = self.whole_or_zero("q_lora_rank")
+            asked = low * (hidden + query) if low else hidden * query
+            return (
+                asked + hidden * (rank + rope) + heads * (rank * (plain + value) + value * hidden)
+            )
+        size = layer.head_size or head_size
+        numbers = 2 * kv_heads * head_size if layer.kind == "state" else layer.numbers
+        if layer.kind == "full" and self._config.get("attention_k_eq_v"):
+            numbers //= 2
+        return hidden * (2 * heads * size + numbers)
+
+
+MODELS: Final = DATA / "models.yaml"
+INDEX: Final = "model.safetensors.index.json"
+
+
+def stored_bytes(directory: Path) -> int | None:
+    """Bytes of the weights in a model's directory, by safetensors; None: there are none.
+
+    Raises:
+        ConfigError: the index has no size.
+    """
+    index = directory / INDEX
+    if not index.is_file():
+        return sum(file.stat().st_size for file in directory.glob("*.safetensors")) or None
+    try:
+        size = json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{index}: metadata.total_size: {error!r}; give --weights") from None
+    if not isinstance(size, int | float) or isinstance(size, bool) or size <= 0:
+        raise ConfigError(f"{index}: metadata.total_size: got {size!r}; give --weights")
+    return int(size)
+
+
+def model_id(name: str) -> str | None:
+    """Name by which vLLM finds a known model; None: its weights are not published."""
+    found = read_mapping(MODELS)[name].get("id")
+    return None if found is None else str(found)
 
 
 @cache
-def known_models() -> dict[str, ModelShape]:
-    """Models of the papers and some others, by name: ``data/models.yaml``."""
-    path = DATA / "models.yaml"
-    found = {}
-    for name, entry in read_mapping(path).items():
-        config = {key: value for key, value in entry.items() if key != "source"}
-        if not isinstance(entry.get("source"), str):
-            raise ConfigError(f"{path}: {name}: source is missing: say where the shape is from")
-        found[name] = ModelShape.of(config, name=name, where=f"{path}: {name}")
-    return found
+def find_model(name: str, stored: int | str | None = None) -> ModelShape:
+    """A model of the papers or of today, by name. ``stored``: see :meth:`ModelShape.of`.
 
-
-def find_model(name: str) -> ModelShape:
-    """A model by name. Raises ConfigError: there is none of that name."""
-    known = known_models()
-    if name not in known:
-        raise ConfigError(f"model {name!r} is not described; known: {', '.join(known)}")
-    return known[name]
+    Raises:
+        ConfigError: there is none of that name, or its entry has no source.
+    """
+    entries = read_mapping(MODELS)
+    if name not in entries:
+        raise ConfigError(
+            f"MODEL: {name!r} is no directory, no config.json, and no known name; known: "
+            f"{', '.join(entries)}"
+        )
+    entry = entries[name]
+    if not isinstance(entry.get("source"), str):
+        raise ConfigError(f"{MODELS}: {name}: source is missing: say where the shape is from")
+    config = {key: value for key, value in entry.items() if key not in ("source", "id")}
+    return ModelShape.of(config, name=name, where=f"{MODELS}: {name}", stored=stored)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from vllm_ssdkv.base.errors import ConfigError, DramTooSmallError
 from vllm_ssdkv.base.sizes import approximate_size
+from vllm_ssdkv.config.engine import MIN_CAPACITY
 from vllm_ssdkv.profiling.simulation.decode import Setting, StepResult, System, decode, prefill
 from vllm_ssdkv.profiling.simulation.hardware import Drive, Machine
-from vllm_ssdkv.profiling.simulation.model_shape import ModelShape
+from vllm_ssdkv.profiling.simulation.model_shape import ModelShape, bytes_of
 from vllm_ssdkv.profiling.simulation.storage import PlainDrive, Storage
 from vllm_ssdkv.profiling.sizing.costs import MEASURED_MISSES, EngineCosts, Misses
 from vllm_ssdkv.profiling.sizing.layout import (
@@ -30,11 +31,16 @@ from vllm_ssdkv.profiling.sizing.machine import WEIGHTS_SHARE, SizedMachine
 from vllm_ssdkv.profiling.sizing.workload import Workload
 
 CHUNK: Final = 8192
-"""Tokens of a prompt that vLLM computes in a step, unless it is told."""
+"""Most tokens of a prompt that the engine is told to compute in a step."""
+LEAST_CHUNK: Final = 512
+"""Fewest tokens of a prompt that a step computes, where HBM holds no more."""
 DAY_S: Final = 86_400.0
 YEAR_DAYS: Final = 365.0
 WRITE_FACTOR: Final = 1.0
 """Bytes of flash by bytes written: slots are written whole and in their order."""
+
+WINDOWS: Final = "HBM for windows and a chunk of a prompt"
+"""The bound that a smaller chunk may keep."""
 
 Mode = Literal["reuse", "page"]
 
@@ -62,9 +68,11 @@ class Choice:
     """A way of serving.
 
     Attributes:
-        budget: Share of a context that a selector reads.
+        budget: Share of a context that a selector reads, at most.
         batch: Requests that decode at a time.
         window, staging: Options hbm_window_tokens and io.staging; None: as the engine has them.
+        chunk: Tokens of a prompt that a step computes.
+        daily_writes: Bytes that each drive may be written a day; None: no limit.
     """
 
     mode: Mode
@@ -73,6 +81,8 @@ class Choice:
     batch: int = 1
     window: int | None = None
     staging: int | None = None
+    chunk: int = CHUNK
+    daily_writes: int | None = None
 
     @property
     def exact(self) -> bool:
@@ -87,7 +97,8 @@ class Choice:
     def options(self) -> dict[str, object]:
         """Options of the plugin, without devices and DRAM."""
         if self.mode == "reuse":
-            return {"mode": "reuse"}
+            spared = {} if self.daily_writes is None else {"admission": "second_use"}
+            return {"mode": "reuse", **spared}
         found: dict[str, object] = {"mode": "page", "selector": self.selector}
         if self.window is not None:
             found["hbm_window_tokens"] = self.window
@@ -175,6 +186,33 @@ class Sizing:
             raise BoundError("HBM for weights", weights, there, "take more or larger GPUs")
         return there - weights
 
+    def lasting(self, found: Forecast, years: float) -> Forecast:
+        """The same way where it writes no more than drives bear for so many years.
+
+        Mode reuse takes a limit. As much less is found as is written: the least that there is,
+        because blocks that come twice are written first.
+        """
+        life = found.life_years
+        if found.choice.mode != "reuse" or life is None or life >= years:
+            return found
+        daily = int(found.written_bytes_per_s * DAY_S * life / years)
+        if daily < MIN_CAPACITY:
+            return found
+        work = replace(self.workload, found=self.workload.found * life / years)
+        again = replace(self, workload=work).forecast(found.choice)
+        note = (
+            f"drives would last {life:.3g} years: admission second_use, and a limit of "
+            f"{approximate_size(daily)} a day and drive, keep them for {years:g}; fewer prompts "
+            "may be found"
+        )
+        return replace(
+            again,
+            choice=replace(found.choice, daily_writes=daily),
+            written_bytes_per_s=daily / DAY_S,
+            life_years=years,
+            notes=(*again.notes, note),
+        )
+
     @property
     def engine(self) -> EngineCosts:
         """Constants that were measured, or those that are assumed."""
@@ -201,8 +239,15 @@ class _Case(ABC):
     def prompt_s(self, system: System, machine: Machine, storage: Storage, tokens: float) -> float:
         """Seconds to compute a prompt alone."""
         setting = Setting(machine, storage, self.model, 1, max(1, round(tokens)))
-        steps = math.ceil(tokens / CHUNK)
+        steps = math.ceil(tokens / self.choice.chunk)
         return prefill(system, setting).seconds + steps * self.sizing.engine.step_s
+
+    def rest_s(self) -> float:
+        """Seconds of a step that the simulation has not: vLLM's own, and the last projection."""
+        engine, gpu, head = self.sizing.engine, self.machine.gpu, self.model.weights.head
+        read_s = head * bytes_of(self.model.dtype) / gpu.bandwidth
+        head_s = max(read_s, 2 * head * self.batch / gpu.flops)
+        return engine.step_s + engine.row_s * self.batch + head_s
 
     def cycle(
         self, step: StepResult, prompts_s: float, ttft: tuple[float, float], slot_token: float
@@ -267,7 +312,7 @@ class _Reuse(_Case):
 
     def forecast(self) -> Forecast:
         machine, storage = self.simulated(LARGEST_READ)
-        system = System("reuse", kv="hbm", rest_s=self._rest_s())
+        system = System("reuse", kv="hbm", rest_s=self.rest_s())
         self._check()
         tokens = self.workload.tokens
         step = decode(system, Setting(machine, storage, self.model, self.batch, tokens))
@@ -293,10 +338,6 @@ class _Reuse(_Case):
         )
         latency = max(one.latency_s for one in self.machine.drives)
         return tokens * self.slot_token / rate + latency + self.sizing.engine.hit_s
-
-    def _rest_s(self) -> float:
-        engine = self.sizing.engine
-        return engine.step_s + engine.row_s * self.batch
 
     def _kv(self, tokens: float) -> float:
         return self.model.kv_bytes(math.ceil(tokens)) + self.model.state_bytes()
@@ -349,8 +390,7 @@ class _Page(_Case):
 
     def step(self) -> tuple[StepResult, Machine, Storage]:
         """A decode step, and the drives that prompts are written to."""
-        layout, engine = self.layout, self.sizing.engine
-        rest = engine.step_s + engine.row_s * self.batch
+        layout, rest = self.layout, self.rest_s()
         plain = self.simulated(LARGEST_READ)
         if self.choice.exact:
             machine, storage = self.simulated(layout.read_bytes, layout.padding)
@@ -417,7 +457,7 @@ class _Page(_Case):
         """A prompt alone: each chunk attends to the ones before it, which come from below."""
         computed = self.prompt_s(system, machine, storage, tokens)
         before = max(0.0, tokens - self.window)
-        again = before**2 / (2 * CHUNK) * self.kv_token * self.layout.padding
+        again = before**2 / (2 * self.choice.chunk) * self.kv_token * self.layout.padding
         missing = max(0.0, 1 - self.division.frames / max(1.0, tokens))
         slowest = min(storage_rate(storage), self.machine.drives_link)
         read_s = max(again * missing / slowest, again / self.machine.gpu_link)
@@ -425,10 +465,10 @@ class _Page(_Case):
 
     def _check(self) -> None:
         """Raises BoundError: HBM, DRAM or drives do not hold what they must."""
-        window = self.batch * (self.window + 2 * self.layout.block_tokens) + CHUNK
+        window = self.batch * (self.window + 2 * self.layout.block_tokens) + self.choice.chunk
         way = "take a larger GPU, or fewer requests at a time"
         if window * self.kv_token > self.sizing.hbm_bytes:
-            raise BoundError("HBM for windows", window * self.kv_token, self.sizing.hbm_bytes, way)
+            raise BoundError(WINDOWS, window * self.kv_token, self.sizing.hbm_bytes, way)
         slot = self.layout.slot_bytes_per_token
         tokens = max(self.batch * self.workload.kept_tokens, float(self.workload.longest))
         _check_drives(self.machine.drives, tokens * slot)

@@ -76,6 +76,10 @@ class PagedLayout:
                 f"{model.name}: mode page serves attention layers that are alike; this model has "
                 f"{', '.join(sorted(kinds))}"
             )
+        if bytes_of(model.kv_dtype or model.dtype) != bytes_of(model.dtype):
+            raise ConfigError(
+                f"--kv-dtype: mode page keeps KV in the type of the model, {model.dtype}"
+            )
         config = SSDKVConfig.from_extra_config(options)
         dtype = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}[bytes_of(model.dtype)]
         shape = (model.attention_layers(), model.kv_heads, model.head_size)

@@ -13,14 +13,24 @@ from typing import Any, Final
 
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.base.sizes import GIB, approximate_size
-from vllm_ssdkv.profiling.sizing.forecast import BoundError, Choice, Forecast, Sizing
+from vllm_ssdkv.profiling.sizing.forecast import (
+    LEAST_CHUNK,
+    WINDOWS,
+    BoundError,
+    Choice,
+    Forecast,
+    Sizing,
+)
 from vllm_ssdkv.profiling.sizing.machine import SizedMachine
 from vllm_ssdkv.profiling.table import Cell, Table
 
 SCHEMA: Final = 1
 """Version of the JSON; a field that changes its meaning makes a new one."""
-SELECTORS: Final = ("exact", "bounds", "codes", "sparf")
+SELECTORS: Final = ("exact", "bounds", "codes", "sparf", "adaptive")
 """Selectors of mode page whose reads can be forecast."""
+LIFE_YEARS: Final = 5.0
+"""Years that drives must last, unless another wish is given."""
+ACCURACY: Final = "answers may differ from stock vLLM's: docs/accuracy.md"
 ALIKE: Final = 0.98
 """Speeds of which one is so much of the other count as alike."""
 
@@ -32,7 +42,8 @@ class Wish:
     Attributes:
         tokens_per_s: Output of all requests, at least.
         ttft_s: Seconds to the first token of a request whose prefix is found, at most.
-        life_years: Of the drives, at least.
+        life_years: Of the drives, at least; None: :data:`LIFE_YEARS` where a limit of writes can
+            keep them, and no condition.
     """
 
     tokens_per_s: float | None = None
@@ -126,6 +137,7 @@ class Plan:
             "best": asdict(self.best),
             "others": [asdict(one) for one in self.others],
             "refused": list(self.refused),
+            "warnings": list(self.warnings),
             "purchases": [
                 {
                     "name": one.name,
@@ -138,6 +150,21 @@ class Plan:
                 for one in self.purchases
             ],
         }
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Sentences about the best way that must not be missed."""
+        found, years = [], self.best.life_years
+        if not self.best.choice.exact:
+            found.append(f"{self.best.choice.selector}: {ACCURACY}")
+        if self.sizing.model.kv_dtype is not None:
+            found.append(f"KV in {self.sizing.model.kv_dtype}: {ACCURACY}")
+        if years is not None and years < LIFE_YEARS:
+            found.append(
+                f"drives last {years:.3g} years: add drives, or drives of more endurance; a limit "
+                "of writes is for mode reuse"
+            )
+        return tuple(found)
 
     def tables(self) -> list[Table]:
         """The plan for people."""
@@ -168,7 +195,8 @@ class Plan:
         usd = best.usd_per_million
         table.add("USD per million tokens", "not known" if usd is None else f"{usd:.3g}")
         table.add("limited by", best.limit)
-        table.note = "\n".join((*machine.notes, *self.sizing.workload.notes, *best.notes))
+        notes = (*machine.notes, *self.sizing.workload.notes, *best.notes, *self.warnings)
+        table.note = "\n".join(notes)
         return table
 
     def _ways(self) -> Table:
@@ -178,7 +206,10 @@ class Plan:
             life: Cell = "-" if one.life_years is None else f"{one.life_years:.3g}"
             row = (f"{one.tokens_per_s:.4g}", f"{one.hit_ttft_s:.3g}", life, one.limit)
             table.add(one.choice.text + _budget(one.choice), one.choice.batch, *row)
-        table.note = "\n".join(f"not possible: {line}" for line in self.refused)
+        notes = [f"not possible: {line}" for line in self.refused]
+        if any(not one.choice.exact for one in self.others):
+            notes.append(f"with a selector, {ACCURACY}")
+        table.note = "\n".join(notes)
         return table
 
     def _parts(self) -> Table:
@@ -208,14 +239,29 @@ def _size(nbytes: float) -> str:
 
 
 def choices(most: int, selectors: Sequence[str], budget: float) -> Iterator[list[Choice]]:
-    """Every way, each with all of its batches: powers of 2 up to the wish, and that.
-
-    They depend on no machine, so that a better one has at least as many to choose from.
-    """
+    """Every way, each with batches to begin with: powers of 2 up to the wish, and that."""
     batches = sorted({2**n for n in range(most.bit_length()) if 2**n <= most} | {most})
     yield [Choice("reuse", batch=batch) for batch in batches]
     for selector in selectors:
         yield [Choice("page", selector, budget, batch) for batch in batches]
+
+
+def forecast(sizing: Sizing, choice: Choice, wish: Wish) -> Forecast:
+    """The forecast with the largest chunk that HBM holds, and with drives that last.
+
+    Raises:
+        BoundError, ConfigError: see :meth:`Sizing.forecast`.
+    """
+    while True:
+        try:
+            found = sizing.forecast(choice)
+        except BoundError as error:
+            # A step of the engine has a token of each request, too.
+            if error.bound != WINDOWS or choice.chunk // 2 < max(LEAST_CHUNK, choice.batch):
+                raise
+            choice = replace(choice, chunk=choice.chunk // 2)
+        else:
+            return sizing.lasting(found, wish.life_years or LIFE_YEARS)
 
 
 def best_of(sizing: Sizing, way: Sequence[Choice], wish: Wish) -> Forecast:
@@ -225,19 +271,28 @@ def best_of(sizing: Sizing, way: Sequence[Choice], wish: Wish) -> Forecast:
         ConfigError: none is possible, and why the smallest is not.
     """
     found: list[Forecast] = []
-    full = ""
+    full: BoundError | None = None
+    over = 0
     for choice in way:
         try:
-            found.append(sizing.forecast(choice))
+            found.append(forecast(sizing, choice, wish))
         except BoundError as error:
-            # A larger batch takes more of everything.
+            # A larger batch takes more of everything: the largest that fits is in between.
             if not found:
                 raise
-            full = f"no more at a time: {error}"
+            full, over = error, choice.batch
             break
+    while over - found[-1].choice.batch > 1:
+        middle = (found[-1].choice.batch + over) // 2
+        try:
+            found.append(forecast(sizing, replace(way[0], batch=middle), wish))
+        except BoundError as error:
+            full, over = error, middle
     granting = [one for one in found if not any(wish.failing(one))]
     best = max(granting or found, key=lambda one: one.tokens_per_s)
-    return replace(best, notes=(*best.notes, full)) if full and best is found[-1] else best
+    if full is None or best is not found[-1]:
+        return best
+    return replace(best, notes=(*best.notes, f"no more at a time: {full}"))
 
 
 def make_plan(

@@ -9,7 +9,8 @@ from typing import Any, Final
 from vllm_ssdkv.base.sizes import GIB, MIB
 from vllm_ssdkv.config.engine import WINDOW, SSDKVConfig
 from vllm_ssdkv.connector import names
-from vllm_ssdkv.profiling.sizing.forecast import CHUNK, Forecast, Sizing
+from vllm_ssdkv.profiling.sizing.forecast import Forecast, Sizing
+from vllm_ssdkv.profiling.sizing.machine import WEIGHTS_SHARE
 
 LEAST_CPU_KV: Final = 64 * MIB
 SPARE: Final = 1.25
@@ -23,8 +24,14 @@ def extra_config(sizing: Sizing, best: Forecast) -> dict[str, Any]:
         ConfigError: they contradict each other.
     """
     machine, options = sizing.machine, best.choice.options()
-    if machine.paths:
-        options["devices"] = [{"path": path} for path in machine.paths]
+    devices: list[dict[str, Any]] = [{"path": path} for path in machine.paths]
+    for device, drive in zip(devices, machine.drives, strict=False):
+        if drive.capacity_bytes is not None:
+            device["capacity"] = int(drive.capacity_bytes)
+        if best.choice.daily_writes is not None:
+            device["daily_write_budget"] = best.choice.daily_writes
+    if devices:
+        options["devices"] = devices
     options["dram_gib"] = round(machine.dram_bytes / GIB, 3)
     SSDKVConfig.from_extra_config(options)
     return options
@@ -35,17 +42,32 @@ def transfer_config(sizing: Sizing, best: Forecast) -> dict[str, Any]:
     return names.transfer_config(extra_config(sizing, best))
 
 
-def serve_command(sizing: Sizing, best: Forecast, model: str) -> str:
-    """The command line. Raises ConfigError: see :func:`extra_config`."""
-    work, machine = sizing.workload, sizing.machine
+def serve_command(sizing: Sizing, best: Forecast, model: str, *, quantization: str = "") -> str:
+    """The command line, with every option that the plan assumes.
+
+    Args:
+        quantization: Method by which vLLM makes weights smaller when it loads them.
+
+    Raises:
+        ConfigError: see :func:`extra_config`.
+    """
+    work, machine, kv_dtype = sizing.workload, sizing.machine, sizing.model.kv_dtype
     words = ["vllm", "serve", model]
     words += ["--max-model-len", str(work.longest)]
     words += ["--max-num-seqs", str(best.choice.batch)]
+    words += ["--max-num-batched-tokens", str(best.choice.chunk)]
+    words += ["--block-size", str(sizing.block_tokens)]
+    if quantization:
+        words += ["--quantization", quantization]
+    if kv_dtype is not None:
+        words += ["--kv-cache-dtype", kv_dtype]
     if machine.gpus > 1:
         words += ["--tensor-parallel-size", str(machine.gpus)]
     if machine.cpu:
         # Of a processor's memory vLLM would take a share that has nothing to do with this plan.
         words += ["--kv-cache-memory-bytes", str(_cpu_kv(sizing, best))]
+    else:
+        words += ["--gpu-memory-utilization", str(WEIGHTS_SHARE)]
     if best.choice.mode == "page" and not machine.cpu:
         words += ["--attention-backend", "CUSTOM"]
     words += ["--kv-transfer-config", json.dumps(transfer_config(sizing, best))]
@@ -56,6 +78,6 @@ def _cpu_kv(sizing: Sizing, best: Forecast) -> int:
     """Bytes of KV for all requests at their longest, or for windows and a chunk of a prompt."""
     tokens = best.choice.batch * sizing.workload.longest
     if best.choice.mode == "page":
-        tokens = min(tokens, best.choice.batch * WINDOW + CHUNK)
+        tokens = min(tokens, best.choice.batch * WINDOW + best.choice.chunk)
     kv = tokens * sizing.model.kv_bytes_per_token() + best.choice.batch * sizing.model.state_bytes()
     return int(max(LEAST_CPU_KV, SPARE * kv))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ DEFAULT_OUTPUT: Final = 256
 """Tokens of an answer that no request limits."""
 MOST_TOKENS: Final = 100_000_000
 MOST_AT_A_TIME: Final = 4096
+_END: Final = re.compile(r"\s*([0-9][0-9_]*)([kK]?)\s*", re.ASCII)
 _Tokens = TypeVar("_Tokens", list[int], bytes)
 Tokenize = Callable[[str], list[int]]
 
@@ -80,23 +82,32 @@ class Workload:
 def of_lengths(prompt: str, output: str, *, at_a_time: int, found: float) -> Workload:
     """Requests whose lengths are spread evenly: ``32768``, or ``1024-8192``.
 
+    With a K, which is 1,024 tokens, a prompt is a context with its answer: ``128K`` fits a model of
+    131,072 positions.
+
     Raises:
         ConfigError: it names the option.
     """
-    low, high = _range("--prompt", prompt)
     least, most = _range("--output", output)
+    low, high = _range("--prompt", prompt, answer=most)
     return Workload((low + high) / 2, (least + most) / 2, high + most, at_a_time, found)
 
 
-def _range(option: str, text: str) -> tuple[int, int]:
+def _range(option: str, text: str, *, answer: int = 0) -> tuple[int, int]:
+    """Both ends; one with a K is less by ``answer``."""
     low, _, high = text.partition("-")
-    ends = [part.strip().replace("_", "") for part in (low, high or low)]
-    if not all(end.isascii() and end.isdigit() for end in ends):
-        raise ConfigError(f"{option}: got {text!r}; tokens, such as 32768 or 1024-8192")
-    first, last = int(ends[0]), int(ends[1])
+    ends = [_END.fullmatch(part) for part in (low, high or low)]
+    first, last = (_tokens(end, answer) if end else 0 for end in ends)
+    if not all(ends):
+        raise ConfigError(f"{option}: got {text!r}; tokens, such as 32768, 128K or 1024-8192")
     if not 1 <= first <= last <= MOST_TOKENS:
         raise ConfigError(f"{option}: got {text!r}; 1 to {MOST_TOKENS:,}, the smaller one first")
     return first, last
+
+
+def _tokens(end: re.Match[str], answer: int) -> int:
+    number = int(end[1].replace("_", ""))
+    return 1024 * number - answer if end[2] else number
 
 
 def of_prompts(path: Path, *, at_a_time: int, tokenize: Tokenize | None) -> Workload:

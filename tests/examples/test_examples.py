@@ -90,25 +90,56 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
-def test_the_commands_on_the_pages_are_valid(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own parser takes them, and our check of options."""
+def check(command: list[str]) -> None:
+    """Have vLLM's own parser take a command, and our check its options."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    assert command[:2] == ["vllm", "serve"]
+    given = make_arg_parser(FlexibleArgumentParser()).parse_args(command[2:])
+    validate_parsed_serve_args(given)
+    config = given.kv_transfer_config
+    assert (config.kv_connector, config.kv_role) == ("SSDKVConnector", "kv_both")
+    SSDKVConfig.from_extra_config(config.kv_connector_extra_config)
+
+
+def planned(arguments: list[str]) -> list[str]:
+    """The command that `ssdkv plan` prints."""
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    assert result.exit_code == 0, result.stderr
+    return shlex.split(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_the_commands_on_the_pages_are_valid(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.execv", lambda *_: None)
     found = commands(page)
     assert found
-    for program, *words in found:
-        if program == "ssdkv":
-            result = CliRunner().invoke(app, words)
+    for command in found:
+        if command[0] == "ssdkv":
+            result = CliRunner().invoke(app, command[1:])
             assert result.exit_code == 0, result.stderr
-            words = shlex.split(result.stdout)[1:]  # noqa: PLW2901
-        given = make_arg_parser(FlexibleArgumentParser()).parse_args(words[1:])
-        validate_parsed_serve_args(given)
-        config = given.kv_transfer_config
-        assert (config.kv_connector, config.kv_role) == ("SSDKVConnector", "kv_both")
-        SSDKVConfig.from_extra_config(config.kv_connector_extra_config)
+            check(shlex.split(result.stdout))
+        else:
+            check(command)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["llama-3.1-70b", "--weights", "fp8", "--kv-dtype", "fp8", "--prompt", "128K"],
+        ["llama-3.1-70b", "--prompt", "64K", "--selectors", "adaptive"],
+    ],
+)
+def test_the_commands_of_plans_are_valid(arguments: list[str], tmp_path: Path) -> None:
+    """A limit of writes and 8 bits; page mode with a selector and a small chunk."""
+    drives = "{kind: pm9a3, count: 2, endurance_bytes: 1.4e+15, paths: [/a, /b]}"
+    machine = tmp_path / "machine.yaml"
+    machine.write_text(f"gpu: h100-80\ngpus: 2\ndram: 256GiB\ndrives: [{drives}]\n")
+    command = planned([*arguments, "--machine", str(machine), "--at-a-time", "2"])
+    check(command)
+    assert command[2] == "meta-llama/Llama-3.1-70B"
+    assert ("daily_write_budget" in command[-1]) == ("fp8" in arguments)
 
 
 OUTPUT = re.compile(r"(\d+) tokens, (\d+) from the store, first token after \S+ s: (.*)")
@@ -149,11 +180,18 @@ def test_a_pool_of_nodes(variables: dict[str, str], tmp_path: Path) -> None:
     assert re.search(r"^b\b.*stopped", text, re.MULTILINE)
 
 
-def test_serve_and_client(variables: dict[str, str], tmp_path: Path) -> None:
-    """No option: reuse mode, default directory; found again by the command that was printed."""
+def test_serve_and_client(
+    variables: dict[str, str], tmp_path: Path, tmp_devices: Callable[[int], list[Path]]
+) -> None:
+    """`ssdkv serve` as a plan has it, then the plan's own command, which finds what was stored."""
     binaries = Path(sys.executable).parent
-    assert commands(EXAMPLES / "README.md")[0] == ["ssdkv", "serve", "$(ssdkv demo-model)"]
-    command = [str(binaries / "ssdkv"), "serve", str(recall.MODEL_DIR), "--"]
+    (place,) = tmp_devices(1)
+    requests = ["--prompt", "4200", "--output", "200", "--at-a-time", "1", "--selectors", "exact"]
+    _, *words = planned([str(recall.MODEL_DIR), "--device", str(place), *requests])
+    *theirs, _, config = words[2:]
+    (device,) = json.loads(config)["kv_connector_extra_config"]["devices"]
+    ours = ["--device", device["path"], "--capacity", str(device["capacity"]), "--", *theirs]
+    command = [str(binaries / "ssdkv"), "serve", str(recall.MODEL_DIR), *ours]
     start: Callable[..., Any] = started
     question = recall.ask("multikey", 4096, 0)
     # A first hit is verified: its last block is computed.
@@ -163,7 +201,7 @@ def test_serve_and_client(variables: dict[str, str], tmp_path: Path) -> None:
             if number == 0:
                 process = Path(f"/proc/{running.session}/cmdline").read_bytes().split(b"\0")
                 assert str(binaries / "vllm").encode() in process, "it became another program"
-                _, *words = shlex.split(log.read_text().splitlines()[0])
+                assert log.read_text().startswith("vllm serve "), "it says what it becomes"
                 command, start = [str(binaries / "vllm"), *words], Program
             client = [
                 sys.executable,
@@ -175,11 +213,10 @@ def test_serve_and_client(variables: dict[str, str], tmp_path: Path) -> None:
             assert metric(running.url, r"vllm:ssdkv_hit_tokens_total\{.*ssd") == expected
             if number == 0:
                 # vLLM ends its engine at once: what is to be found again must be journalled.
-                wait_for_journal(Path(variables["XDG_CACHE_HOME"]), FOUND // BLOCK)
+                wait_for_journal(Path(device["path"]) / "journal", FOUND // BLOCK)
 
 
-def wait_for_journal(cache: Path, blocks: int) -> None:
-    (journal,) = cache.glob("ssdkv/*/journal")
+def wait_for_journal(journal: Path, blocks: int) -> None:
     until(
         lambda: journal.stat().st_size >= HEADER_BYTES + blocks * RECORD_BYTES,
         "the blocks were not journalled",

@@ -44,7 +44,13 @@ def test_bytes_of_a_token_are_those_of_the_benchmarks_table() -> None:
     assert find_model("llama-3.1-70b").kv_bytes_per_token() == 327_680
     assert geometry_of(TINY).payload_bytes * 12 == 16 * 24_576
     state = ModelShape.of(
-        {"model_type": "mamba", "hidden_size": 64, "state_size": 8, "num_hidden_layers": 2},
+        {
+            "model_type": "mamba",
+            "hidden_size": 64,
+            "state_size": 8,
+            "num_hidden_layers": 2,
+            "vocab_size": 1,
+        },
         name="state",
     )
     with pytest.raises(BenchError, match="--model state: no layer has KV"):

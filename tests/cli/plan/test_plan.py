@@ -47,9 +47,44 @@ def test_a_plan_ends_with_the_command_that_serves(machine: str) -> None:
     for text in ("tokens/s of all", "Ways", "One purchase", "Most would change", "limited by"):
         assert text in result.stdout
     words = shlex.split(result.stdout.splitlines()[-1])
-    assert words[:3] == ["vllm", "serve", "llama-3.1-8b"]
+    assert words[:3] == ["vllm", "serve", "meta-llama/Llama-3.1-8B"]
     config = json.loads(words[words.index("--kv-transfer-config") + 1])
     SSDKVConfig.from_extra_config(config["kv_connector_extra_config"])
+
+
+def test_weights_are_those_of_the_models_files(machine: str, tmp_path: Path) -> None:
+    """What is given goes before the index, and that before quantization_config."""
+    model = tmp_path / "model"
+    model.mkdir()
+    config = json.loads((MODEL_DIR / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (model / "config.json").write_text(json.dumps(config))
+
+    def planned(*arguments: str) -> dict[str, Any]:
+        short = ["--machine", machine, "--prompt", "64", "--selectors", "exact", "--json"]
+        result = run(str(model), *short, "--at-a-time", "1", *arguments)
+        assert result.exit_code == 0, result.stderr
+        return dict(json.loads(result.stdout))
+
+    # Embeddings of two bytes, layers of one: 3 x (256 x 64 x 2 x (4 + 2) + 3 x 256 x 512).
+    assert planned()["model"]["weight_bytes"] == 2 * 832 * 256 + 3 * 589_824
+    (model / "model.safetensors.index.json").write_text('{"metadata": {"total_size": 9000000}}')
+    assert planned()["model"]["weight_bytes"] == 9_000_000
+    assert planned("--weights", "8MB")["model"]["weight_bytes"] == 8_000_000
+    small = planned("--weights", "fp8", "--kv-dtype", "fp8")
+    assert small["model"]["weight_bytes"] == 2 * 832 * 256 + 3 * 589_824
+    assert f"vllm serve {model} " in small["command"]
+    assert "--quantization fp8 --kv-cache-dtype fp8" in small["command"]
+    assert small["warnings"][0].startswith("KV in fp8")
+    (model / "model.safetensors.index.json").write_text("{}")
+    result = run(str(model), "--machine", machine)
+    assert "metadata.total_size" in result.stderr.splitlines()[-1]
+
+
+def test_a_model_whose_weights_are_not_published_has_no_command(machine: str) -> None:
+    given = ["--machine", machine, "--prompt", "64", "--output", "1", "--weights", "20GB"]
+    result = run("gpt-3", *given, "--selectors", "exact", "--at-a-time", "1")
+    assert result.stdout.splitlines()[-1] == "gpt-3: its weights are not published; no command"
 
 
 def test_json_and_picture(machine: str, tmp_path: Path) -> None:
@@ -123,6 +158,9 @@ def test_validation_runs_the_real_engine(machine: str) -> None:
     [
         (["no-such-model"], "MODEL: 'no-such-model' is no directory"),
         (["llama-3.1-8b", "--prompt", "many"], "--prompt: got 'many'"),
+        (["llama-3.1-8b", "--weights", "int3"], "--weights: got 'int3'; fp8, or a size"),
+        (["llama-3.1-8b", "--weights", "1GB"], "weights: got 1,000,000,000 bytes; embeddings"),
+        (["llama-3.1-8b", "--kv-dtype", "int3"], "dtype 'int3' is not known"),
         (["llama-3.1-8b", "--want-tokens", "1e9"], "impossible: reuse: tokens/s: 1e+09 wanted"),
         (["llama-3.1-8b", "--want-ttft", "-1"], "--want-ttft: got -1.0"),
         (["llama-3.1-8b", "--dram", "1GiB"], "--dram: --machine is given"),
@@ -188,7 +226,9 @@ def test_this_machine_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found["machine"]["drives"] == 1
     assert found["best"]["life_years"] is not None
     options = found["kv_transfer_config"]["kv_connector_extra_config"]
-    assert options["devices"] == [{"path": str(tmp_path / detect.STORE)}]
+    (device,) = options["devices"]
+    assert device["path"] == str(tmp_path / detect.STORE)
+    assert device["capacity"] > 0
     assert "--kv-cache-memory-bytes" in found["command"]
 
 

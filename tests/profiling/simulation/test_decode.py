@@ -37,6 +37,7 @@ MODEL = ModelShape.of(
         "num_attention_heads": 16,
         "num_key_value_heads": 4,
         "num_hidden_layers": 6,
+        "vocab_size": 1,
         "dtype": "float16",
     },
     name="small",
@@ -213,6 +214,7 @@ def test_attention_near_storage_moves_little() -> None:
             "hidden_size": 512,
             "num_attention_heads": 8,
             "num_hidden_layers": 3,
+            "vocab_size": 1,
             "dtype": "float16",
         },
         name="mha",
@@ -269,7 +271,13 @@ def test_settings_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="batch: got 0; at least 1"):
         setting(1e9, 1e9, Storage.alike(drive(), 1), batch=0)
     state = ModelShape.of(
-        {"model_type": "mamba", "hidden_size": 64, "state_size": 8, "num_hidden_layers": 2},
+        {
+            "model_type": "mamba",
+            "hidden_size": 64,
+            "state_size": 8,
+            "num_hidden_layers": 2,
+            "vocab_size": 1,
+        },
         name="state",
     )
     with pytest.raises(ConfigError, match="state: no layer has KV"):

@@ -22,7 +22,7 @@ from tests.profiling.simulation.families import FAMILIES, caches_of, layers_of, 
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.model_layout import kv_layout
-from vllm_ssdkv.profiling.simulation.model_shape import ModelShape, find_model, known_models
+from vllm_ssdkv.profiling.simulation.model_shape import ModelShape, find_model, stored_bytes
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +132,19 @@ def test_latent_layers_keep_one_vector_for_all_heads(directory: Path) -> None:
         ("llama-3.1-70b", 320 * 1024, 70.6),
         ("qwen2.5-32b", 256 * 1024, 32.8),
         ("mixtral-8x7b", 128 * 1024, 46.7),
+        # Counts that the authors publish, of text: Gemma 3 and Llama 4 have vision beside it.
+        ("qwen3-32b", 256 * 1024, 32.8),
+        ("qwen3-30b-a3b", 96 * 1024, 30.5),
+        ("qwen3-235b-a22b", 188 * 1024, 235),
+        ("gpt-oss-20b", 48 * 1024, 20.9),
+        ("gpt-oss-120b", 72 * 1024, 116.8),
+        ("llama-4-scout", 192 * 1024, 108),
+        ("deepseek-v3", 61 * 576 * 2, 671),
+        ("gemma-3-27b", 62 * 8192, 27.0),
+        ("gemma-4-31b", 50 * 16_384 + 10 * 8192, 30.7),
+        ("gemma-4-26b-a4b", 25 * 8192 + 5 * 4096, 25.2),
+        ("glm-4.5", 368 * 1024, 354),
+        ("glm-4.5-air", 184 * 1024, 106.4),
     ],
 )
 def test_known_models(name: str, per_token_bytes: int, billions: float) -> None:
@@ -139,6 +152,74 @@ def test_known_models(name: str, per_token_bytes: int, billions: float) -> None:
     assert model.kv_bytes_per_token() == per_token_bytes
     assert model.parameters / 1e9 == pytest.approx(billions, rel=0.005)
     assert model.active <= model.parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("gpt-oss-20b", 3.6),
+        ("gpt-oss-120b", 5.1),
+        ("deepseek-v3", 36.6),
+        ("gemma-4-26b-a4b", 3.8),
+        ("glm-4.5", 32),
+    ],
+)
+def test_active_parameters_are_those_that_authors_publish(name: str, billions: float) -> None:
+    """Without the embedding, of which a token takes a row."""
+    model = find_model(name)
+    active = model.active - model.weights.ends + model.weights.head
+    assert active / 1e9 == pytest.approx(billions, rel=0.025)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "of_layers"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4 + 20 / 128),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64}, 4 + 20 / 64),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.5),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}},
+            },
+            4.5,
+        ),
+    ],
+)
+def test_bytes_of_quantised_weights(quantization: dict[str, Any], of_layers: float) -> None:
+    shape = ModelShape.of({**GOOD, "quantization_config": quantization}, name="small")
+    layers = 2 * (64 * 16 * 2 * (4 + 4) + 3 * 64 * 256)
+    assert shape.weight_bytes() == round(layers * of_layers / 8) + 2 * 2 * 512 * 64
+    assert shape.weights.layer_bytes == layers * of_layers / 8
+
+
+def test_experts_in_four_bits_are_most_of_gpt_oss() -> None:
+    """The authors publish checkpoints of 60.8 and 12.8 GiB."""
+    for name, gib in (("gpt-oss-120b", 60.8), ("gpt-oss-20b", 12.8)):
+        assert find_model(name).weight_bytes() / 2**30 == pytest.approx(gib, rel=0.005)
+
+
+def test_bytes_of_files_go_before_what_is_reckoned(tmp_path: Path) -> None:
+    assert stored_bytes(tmp_path) is None
+    (tmp_path / "a.safetensors").write_bytes(bytes(300))
+    assert stored_bytes(tmp_path) == 300
+    shape = ModelShape.of(GOOD, name="given", stored=1_000_000)
+    assert shape.weight_bytes() == 1_000_000
+    with pytest.raises(ConfigError, match=r"weights: got 10 bytes; embeddings alone have 131,072"):
+        ModelShape.of(GOOD, name="given", stored=10)
+
+
+def test_layers_that_no_field_names_follow_their_family() -> None:
+    """As transformers fills them in: configurations of Gemma 3 and Llama 4 have no layer_types."""
+    gemma = [layer.kind for layer in find_model("gemma-3-27b").layers]
+    assert gemma[:7] == [*["sliding"] * 5, "full", "sliding"]
+    llama = [layer.kind for layer in find_model("llama-4-scout").layers]
+    assert llama[:5] == [*["chunked"] * 3, "full", "chunked"]
+    named = {**GOOD, "model_type": "llama4_text", "attention_chunk_size": 8}
+    named |= {"no_rope_layers": [0, 1], "intermediate_size_mlp": 64}
+    assert [one.kind for one in ModelShape.of(named, name="m").layers] == ["full", "chunked"]
 
 
 def test_windows_bound_what_is_read() -> None:
@@ -150,6 +231,7 @@ def test_windows_bound_what_is_read() -> None:
         "num_hidden_layers": 2,
         "sliding_window": 100,
         "layer_types": ["sliding_attention", "full_attention"],
+        "vocab_size": 512,
         "dtype": "bfloat16",
     }
     shape = ModelShape.of(config, name="windows")
@@ -165,6 +247,7 @@ GOOD: dict[str, Any] = {
     "hidden_size": 64,
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
+    "vocab_size": 512,
 }
 
 
@@ -180,6 +263,10 @@ GOOD: dict[str, Any] = {
         ({"layer_types": ["odd", "odd"]}, "layer_types: got 'odd'; one of full_attention"),
         ({"layer_types": ["linear_attention"] * 2}, "states of its layers are not described"),
         ({"mamba_d_state": 4}, "mamba_d_state: layers with a state, and no layer_types"),
+        ({"model_type": "odd"}, "model_type: got 'odd', which is not understood; one of "),
+        ({"num_attention_heads": None}, "num_attention_heads: missing"),
+        ({"quantization_config": {"quant_method": "odd"}}, "bytes of weights are known for awq, "),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: got {'quant_m"),
         ({"index_topk": 64}, "index_topk: caches of indexers are not described"),
     ],
 )
@@ -201,7 +288,7 @@ def test_files_that_are_no_configuration(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(ConfigError, match="got list; give an object"):
         ModelShape.read(path)
-    with pytest.raises(ConfigError, match="model 'gpt-9' is not described; known: opt-13b"):
+    with pytest.raises(ConfigError, match="MODEL: 'gpt-9' is no directory"):
         find_model("gpt-9")
     with pytest.raises(ConfigError, match="dtype 'int3' is not known"):
-        known_models()["gpt-3"].kv_bytes_per_token("int3")
+        find_model("gpt-3").kv_bytes_per_token("int3")

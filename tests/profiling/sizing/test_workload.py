@@ -90,3 +90,15 @@ def test_sizes_out_of_range_are_named() -> None:
         sizes = {"prompt": 1.0, "output": 1.0, "longest": 2, "at_a_time": 1, "found": 0.0}
         with pytest.raises(ConfigError, match=f"workload: {field}: got"):
             Workload(**{**sizes, field: value})  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_a_prompt_with_a_k_is_a_context_with_its_answer() -> None:
+    found = of_lengths("128K", "512", at_a_time=1, found=0)
+    assert (found.prompt, found.longest) == (131_072 - 512, 131_072)
+    found = of_lengths("1024-64k", "16-2K", at_a_time=1, found=0)
+    assert found.longest == 65_536
+    assert found.prompt == (1024 + 65_536 - 2048) / 2
+    with pytest.raises(ConfigError, match="--prompt: got '1K'; 1 to"):
+        of_lengths("1K", "1K", at_a_time=1, found=0)
+    with pytest.raises(ConfigError, match="--prompt: got '1M'; tokens, such as"):
+        of_lengths("1M", "512", at_a_time=1, found=0)

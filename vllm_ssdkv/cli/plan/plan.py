@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
 
 from vllm_ssdkv.base.errors import ConfigError, SSDKVError
 from vllm_ssdkv.base.host import default_root
+from vllm_ssdkv.base.sizes import parse_size
 from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.bench.bench import PlotOption
 from vllm_ssdkv.cli.bench.tables_output import print_tables
-from vllm_ssdkv.profiling.simulation.model_shape import ModelShape, known_models
+from vllm_ssdkv.profiling.simulation.model_shape import (
+    ModelShape,
+    bytes_of,
+    find_model,
+    model_id,
+    stored_bytes,
+)
 from vllm_ssdkv.profiling.sizing.forecast import Sizing, Terms
 from vllm_ssdkv.profiling.sizing.layout import BLOCK_TOKENS, CPU_BLOCK_TOKENS
 from vllm_ssdkv.profiling.sizing.machine import SizedMachine, read_machine
@@ -23,6 +30,9 @@ from vllm_ssdkv.profiling.sizing.serve import serve_command, transfer_config
 from vllm_ssdkv.profiling.sizing.validate import validate_here, validation_table
 from vllm_ssdkv.profiling.sizing.workload import Tokenize, Workload, of_lengths, of_prompts
 from vllm_ssdkv.profiling.table import Table
+
+FP8: Final = "fp8"
+"""Weights that vLLM makes smaller when it loads them: its own name of the method."""
 
 
 def plan(
@@ -45,10 +55,31 @@ def plan(
         str | None,
         typer.Option(metavar="URL", help="A running vLLM: its /metrics say what is asked."),
     ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE|fp8",
+            show_default="as the model's files say",
+            help="Bytes of all weights; or fp8: vLLM stores those in layers in 8 bits.",
+        ),
+    ] = None,
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            show_default="that of the model",
+            help="Type of KV, such as fp8. Answers may differ (docs/accuracy.md).",
+        ),
+    ] = None,
     prompt: Annotated[
-        str, typer.Option(help="Tokens of a prompt, e.g. 32768 or 1024-65536.")
+        str,
+        typer.Option(
+            help="Tokens of a prompt, such as 32768 or 1024-65536; 128K is a context of 131,072 "
+            "tokens with its answer."
+        ),
     ] = "32768",
-    output: Annotated[str, typer.Option(help="Tokens of an answer, likewise.")] = "512",
+    output: Annotated[
+        str, typer.Option(help="Tokens of an answer, such as 512 or 64-512.")
+    ] = "512",
     at_a_time: Annotated[
         int | None,
         typer.Option(
@@ -112,7 +143,11 @@ def plan(
         float | None, typer.Option(help="Seconds to the first token, at most.")
     ] = None,
     want_life: Annotated[
-        float | None, typer.Option(help="Years that the drives must last, at least.")
+        float | None,
+        typer.Option(
+            show_default="5, where a limit of writes can keep it",
+            help="Years that the drives must last, at least.",
+        ),
     ] = None,
     selectors: Annotated[
         str, typer.Option(help="Of mode page. exact alone: no token is another than stock vLLM's.")
@@ -153,7 +188,7 @@ def plan(
             require_plot(plot_file)
         _one_of(workload, server)
         wish = Wish(want_tokens, want_ttft, want_life)
-        shape = read_model(model)
+        shape = read_model(model, weights, kv_dtype)
         asked = _workload(workload, server, model, (prompt, output), at_a_time, found)
         if server is not None and shape.positions is not None:
             asked = asked.at_most(shape.positions.tokens)
@@ -166,22 +201,36 @@ def plan(
 
             plot(made, curves(sizing, chosen, budget), plot_file)
         table = validation_table(validate_here(console)) if validate else None
-        _show(made, model, table, as_json=as_json)
+        quantization = weights if weights == FP8 else ""
+        _show(made, served_model(model), quantization, table, as_json=as_json)
     except SSDKVError as error:
         typer.echo(f"ssdkv plan: {error}", err=True)
         raise typer.Exit(1) from error
 
 
-def _show(made: Plan, model: str, validation: Table | None, *, as_json: bool) -> None:
+def _show(
+    made: Plan,
+    model: str | None,
+    quantization: str,
+    validation: Table | None,
+    *,
+    as_json: bool,
+) -> None:
     config = transfer_config(made.sizing, made.best)
-    command = serve_command(made.sizing, made.best, model)
+    command = None
+    if model is not None:
+        command = serve_command(made.sizing, made.best, model, quantization=quantization)
     if as_json:
         shown = None if validation is None else asdict(validation)
         more = {"kv_transfer_config": config, "command": command, "validation": shown}
         arguments.print_json({**made.document(), **more})
         return
     print_tables([*made.tables(), *([] if validation is None else [validation])], as_json=False)
-    typer.echo(command)
+    if not made.sizing.machine.paths:
+        typer.echo(
+            "The machine names no paths of its drives: add devices to the command.", err=True
+        )
+    typer.echo(command or f"{made.sizing.model.name}: its weights are not published; no command")
 
 
 def _one_of(workload: Path | None, server: str | None) -> None:
@@ -190,24 +239,39 @@ def _one_of(workload: Path | None, server: str | None) -> None:
         raise ConfigError("--server: --workload is given, too; give one of them")
 
 
-def read_model(name: str) -> ModelShape:
+def read_model(name: str, weights: str | None = None, kv_dtype: str | None = None) -> ModelShape:
     """The shape of a model directory, of a file, or of a model that is known by name.
 
     Raises:
         ConfigError: there is none, or a field of its config.json is missing or wrong.
     """
+    stored = weights if weights in (None, FP8) else _size("--weights", str(weights))
     path = Path(name).expanduser()
     if path.is_dir():
-        return ModelShape.read(path / "config.json", name=path.resolve().name)
+        stored = stored or stored_bytes(path)
+        shape = ModelShape.read(path / "config.json", name=path.resolve().name, stored=stored)
+    elif path.is_file():
+        shape = ModelShape.read(path, stored=stored)
+    else:
+        shape = find_model(name, stored)
+    if kv_dtype is not None:
+        bytes_of(kv_dtype)
+    return replace(shape, kv_dtype=kv_dtype)
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: got {text!r}; fp8, or a size: {error}") from None
+
+
+def served_model(name: str) -> str | None:
+    """The model as vLLM takes it; None: it is known by name, and its weights are not published."""
+    path = Path(name).expanduser()
     if path.is_file():
-        return ModelShape.read(path)
-    known = known_models()
-    if name not in known:
-        raise ConfigError(
-            f"MODEL: {name!r} is no directory, no config.json, and no known name; known: "
-            f"{', '.join(known)}"
-        )
-    return known[name]
+        path = path.parent
+    return str(path) if path.is_dir() else model_id(name)
 
 
 def _workload(
