@@ -523,19 +523,27 @@ def model_id(name: str) -> str | None:
 
 
 @cache
+def known_models() -> dict[str, ModelShape]:
+    """Models of the papers and of today, by name: ``data/models.yaml``."""
+    return {name: _described(name, entry) for name, entry in read_mapping(MODELS).items()}
+
+
 def find_model(name: str, stored: int | str | None = None) -> ModelShape:
-    """A model of the papers or of today, by name. ``stored``: see :meth:`ModelShape.of`.
+    """A model by name. ``stored``: see :meth:`ModelShape.of`.
 
     Raises:
-        ConfigError: there is none of that name, or its entry has no source.
+        ConfigError: there is none of that name.
     """
-    entries = read_mapping(MODELS)
-    if name not in entries:
+    known = known_models()
+    if name not in known:
         raise ConfigError(
             f"MODEL: {name!r} is no directory, no config.json, and no known name; known: "
-            f"{', '.join(entries)}"
+            f"{', '.join(known)}"
         )
-    entry = entries[name]
+    return known[name] if stored is None else _described(name, read_mapping(MODELS)[name], stored)
+
+
+def _described(name: str, entry: Mapping[str, Any], stored: int | str | None = None) -> ModelShape:
     if not isinstance(entry.get("source"), str):
         raise ConfigError(f"{MODELS}: {name}: source is missing: say where the shape is from")
     config = {key: value for key, value in entry.items() if key not in ("source", "id")}

@@ -66,14 +66,17 @@ def short_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _with_layers(model: model_shape.ModelShape, part: float) -> model_shape.ModelShape:
-    ends, count = model.vocabulary_parameters, math.ceil(len(model.layers) * part)
-    part = count / len(model.layers)
-    return replace(
-        model,
-        layers=model.layers[:1] * count,
-        parameters=round(ends + (model.parameters - ends) * part),
-        active=round(ends + (model.active - ends) * part),
+    count = math.ceil(len(model.layers) * part)
+    part, of = count / len(model.layers), model.weights
+    weights = replace(
+        of,
+        dense=round(of.dense * part),
+        experts=round(of.experts * part),
+        used=round(of.used * part),
+        dense_bytes=of.dense_bytes * part,
+        expert_bytes=of.expert_bytes * part,
     )
+    return replace(model, layers=model.layers[:1] * count, weights=weights)
 
 
 def change(name: str, patch: pytest.MonkeyPatch) -> None:

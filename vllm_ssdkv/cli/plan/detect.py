@@ -39,10 +39,10 @@ STORE: Final = "ssdkv"
 """Name of a store's directory on a drive."""
 _PATIENCE_S: Final = 20.0
 _CPU_KV_SHARE: Final = 0.25
-"""Of the memory that is free, what weights and KV of vLLM take on a processor."""
+"""Share of the free memory that weights and KV of vLLM take on a processor."""
 _GPU_DRAM_SHARE: Final = 0.5
 _CPU_DRAM_SHARE: Final = 0.1
-"""Of the memory that is free, what KV in DRAM takes: the product's default on a processor."""
+"""Share of the free memory that KV in DRAM takes: the product's default on a processor."""
 _MATRIX: Final = 768
 _COPY_BYTES: Final = 64 * MIB
 _SMALL: Final = 4 * KIB

@@ -40,7 +40,7 @@ def plan(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A model directory, a config.json, or a name of profiling/simulation/data.",
+            help="Directory of the model, its config.json, or a name such as llama-3.1-8b.",
         ),
     ],
     workload: Annotated[
@@ -48,12 +48,12 @@ def plan(
         typer.Option(
             parser=arguments.file_to_read,
             metavar="FILE",
-            help="Prompts: JSON lines in OpenAI's batch form. What they share is counted.",
+            help="Plan for these requests: JSON lines in OpenAI's batch form.",
         ),
     ] = None,
     server: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="A running vLLM: its /metrics say what is asked."),
+        typer.Option(metavar="URL", help="Plan for the requests that a running vLLM has counted."),
     ] = None,
     weights: Annotated[
         str | None,
@@ -86,19 +86,22 @@ def plan(
             min=1,
             max=4096,
             show_default="8, or what the server has",
-            help="Requests that want to be served at a time.",
+            help="Number of concurrent requests.",
         ),
     ] = None,
     found: Annotated[
         float,
-        typer.Option(min=0, max=1, help="Part of the prompts that an earlier one begins with."),
+        typer.Option(
+            min=0, max=1, help="Share of the prompt tokens that begin an earlier request, too."
+        ),
     ] = 0.0,
     machine: Annotated[
         Path | None,
         typer.Option(
             parser=arguments.file_to_read,
             metavar="FILE",
-            help="A machine in YAML, see docs/sizing.md; default: this one, as detected.",
+            show_default="this machine, as detected",
+            help="Plan for the machine that this YAML file describes (docs/sizing.md).",
         ),
     ] = None,
     device: Annotated[
@@ -106,8 +109,8 @@ def plan(
         typer.Option(
             parser=arguments.directory_to_write,
             metavar="DIR",
-            help="Of this machine: a directory on each drive, which is measured for seconds; may "
-            "be repeated.",
+            help="Directory on an SSD of this machine, which is measured for seconds; repeat it "
+            "for more SSDs.",
         ),
     ] = None,
     io: Annotated[
@@ -116,7 +119,7 @@ def plan(
             "--io",
             parser=arguments.file_to_read,
             metavar="FILE",
-            help="Rates of the drives: what `ssdkv bench io --json` printed.",
+            help="Take the rates of the drives from the output of `ssdkv bench io --json`.",
         ),
     ] = None,
     dram: Annotated[
@@ -125,7 +128,7 @@ def plan(
             parser=arguments.size,
             metavar="SIZE",
             show_default="half of what is free; without a GPU a tenth",
-            help="Of this machine, for KV.",
+            help="Memory of this machine for KV.",
         ),
     ] = None,
     endurance: Annotated[
@@ -133,31 +136,37 @@ def plan(
         typer.Option(
             parser=arguments.size,
             metavar="SIZE",
-            help="Of this machine: that each drive may be written, its TBW.",
+            help="Rated write endurance of each drive (TBW).",
         ),
     ] = None,
     want_tokens: Annotated[
-        float | None, typer.Option(help="Tokens/s of all requests, at least.")
+        float | None, typer.Option(help="Least output of all requests, in tokens/s.")
     ] = None,
     want_ttft: Annotated[
-        float | None, typer.Option(help="Seconds to the first token, at most.")
+        float | None, typer.Option(help="Longest time to first token, in seconds.")
     ] = None,
     want_life: Annotated[
         float | None,
         typer.Option(
             show_default="5, where a limit of writes can keep it",
-            help="Years that the drives must last, at least.",
+            help="Years that the drives must last.",
         ),
     ] = None,
     selectors: Annotated[
-        str, typer.Option(help="Of mode page. exact alone: no token is another than stock vLLM's.")
+        str,
+        typer.Option(
+            help="Selectors to consider in mode page; exact alone keeps the tokens of stock vLLM."
+        ),
     ] = ",".join(SELECTORS),
     budget: Annotated[
-        float, typer.Option(min=0.001, max=1, help="Share of a context that a selector reads.")
+        float,
+        typer.Option(min=0.001, max=1, help="Largest share of a context that a selector reads."),
     ] = 0.125,
-    usd_per_kwh: Annotated[float, typer.Option(min=0, max=100, help="Price of energy.")] = 0.15,
+    usd_per_kwh: Annotated[
+        float, typer.Option(min=0, max=100, help="Price of energy in USD per kWh.")
+    ] = 0.15,
     years: Annotated[
-        float, typer.Option(min=0.1, max=50, help="Until the machine is written off.")
+        float, typer.Option(min=0.1, max=50, help="Years until the machine is written off.")
     ] = 4.0,
     validate: Annotated[
         bool,
@@ -170,14 +179,16 @@ def plan(
     as_json: arguments.Json = False,
     plot_file: PlotOption = None,
 ) -> None:
-    """Plan a machine for a model and a workload: what serves best, and what it will give.
+    """Find the fastest way to serve a model and a workload on a machine.
 
-    Mode, selector, requests at a time and the division of DRAM; tokens/s, time to first token,
-    bytes of each tier and drive, life of the drives, watts and cost; what limits it, and what one
-    purchase would change. Then options for --kv-transfer-config and the command that starts vLLM.
+    The plan has the mode, the selector, the number of concurrent requests and the division of DRAM;
+    the throughput, the time to first token, the data of each tier and drive, the life of the
+    drives, watts and cost; the limit, and the gain of one more part. The last line is the command
+    that starts vLLM.
 
-    Figures are simulated, not measured: `docs/sizing.md` has how far they were off. A wish that is
-    not possible names the bound that fails and by how much, on the last line.
+    By default, ssdkv picks the fastest configuration that produces exactly the tokens of stock
+    vLLM. Numbers are simulated; `docs/sizing.md` compares them with measurements. When no
+    configuration meets a wish, the last line names the bound that fails, and by how much.
     """
     from vllm_ssdkv.profiling.rig.plot import require_plot
 
