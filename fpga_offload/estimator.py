@@ -92,12 +92,12 @@ class DecodeStep:
 
     @property
     def jobs(self) -> int:
-        """Of the kernel: one for each layer, row and KV head."""
+        """Jobs of the kernel: one for each layer, row and KV head."""
         return self.layers * self.rows * self.kv_heads
 
     @property
     def nbytes(self) -> int:
-        """Of K and V, in 16 bit."""
+        """Bytes of K and V, in 16 bit."""
         return self.jobs * self.tokens * self.head_size * 2 * _ELEMENT_BYTES
 
     @property

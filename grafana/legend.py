@@ -37,7 +37,7 @@ class ShortLabels:
 
 
 def distinct_parts(paths: Sequence[str]) -> list[str]:
-    """Of each path the parts from the first to the last in which they differ; of one path alone
+    """Parts of each path from the first to the last in which they differ; of one path alone
     its last part."""
     parts = [PurePath(path).parts for path in paths]
     if len(parts) <= 1:

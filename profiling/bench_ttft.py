@@ -142,7 +142,7 @@ class _EngineAlone:
         self._at_once: dict[int, list[float]] = {}
 
     def measure(self, batches: Sequence[int]) -> None:
-        """With full queues, and so many requests in one batch."""
+        """Measure with full queues, and with so many requests in one batch."""
         self._full.append(self._contender.run(self._case, ALONE_S).bytes_per_s)
         for requests in batches:
             speeds = self._contender.one_batch(self._case, requests, BATCHES_S, REST_S)

@@ -138,7 +138,7 @@ class RaggedProblem:
         return made.to(self.context.device)
 
     def summaries(self, held: BlockSummaries) -> ContextSummaries:
-        """For selectors, with channels as they are."""
+        """Summaries for selectors, with channels as they are."""
         ends = np.cumsum([row.blocks for row in self.rows], dtype=np.int32)
         windows = np.array([row.window for row in self.rows], np.int32)
         window_ends = np.cumsum(-(-windows // self.layout.block_tokens), dtype=np.int32)

@@ -204,10 +204,13 @@ def test_retired_names_are_seen(source: str, found: set[str]) -> None:
     assert retired(ast.parse(source)) == found
 
 
-CLAUSES = {
-    *("What", "Whose", "Where", "How", "Which", "Those", "Who", "When", "That", "Of", "Why"),
-    *("Whether", "If"),
+FRAGMENTS = {
+    *("Of", "That", "With", "For", "By", "At", "From", "In", "On", "To", "Without"),
+    *("What", "Whose", "Where", "How", "Which", "Those", "Who", "When", "Why", "Whether"),
 }
+"""First words of a text that leaves out the thing that it speaks of."""
+
+CLAUSES = {*FRAGMENTS, "If"}
 """First words of a clause in place of a noun."""
 
 
@@ -228,12 +231,6 @@ def test_clauses_are_seen() -> None:
     source = '"""Which slot."""\ndef f():\n    """Slot."""\nclass A:\n    """What it is."""'
     assert clauses(ast.parse(source)) == ["Which slot.", "What it is."]
 
-
-FRAGMENTS = {
-    *("Of", "That", "With", "For", "By", "At", "From", "In", "On", "To", "Without"),
-    *("What", "Whose", "Where", "How", "Which", "Those", "Who", "When", "Why", "Whether"),
-}
-"""First words of a fragment: a text that leaves out the thing that it speaks of."""
 
 METRIC_CALLS = {"Metric": 3, "counter": 2, "gauge": 2}
 """Calls that declare a metric, and the place of its text among their arguments."""

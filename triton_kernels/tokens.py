@@ -1,4 +1,4 @@
-"""From the logits of all tokens to what pages are chosen by, and to the mass that was chosen.
+"""Kernels from the logits of all tokens to the scores of pages, and to the mass that was chosen.
 
 The semantics are those of ``ScoringKernels.score_tokens`` and ``cover``; tables are
 ``[R, heads, columns]``, as in :mod:`~vllm_ssdkv.triton_kernels.score`.

@@ -60,7 +60,7 @@ class Runtime(Protocol):
     """A card with kernels. One thread at a time."""
 
     def name(self) -> str:
-        """Of the card."""
+        """Name of the card."""
         ...
 
     def buffer(self, kernel: str, argument: int, nbytes: int, *, peer: bool) -> CardBuffer:

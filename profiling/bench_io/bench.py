@@ -49,7 +49,7 @@ class Settings:
     model: DeviceModel | None = None
 
     def plain(self) -> dict[str, Any]:
-        """For JSON; directories are left out, because they name the machine."""
+        """Values for JSON; directories are left out, because they name the machine."""
         return {
             "devices": self.devices,
             "ops": [op.name.lower() for op in self.ops],

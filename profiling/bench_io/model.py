@@ -29,7 +29,7 @@ class DeviceModel:
         return DeviceModel(self.bandwidth, self.latency_s, self.iops, self.dilation * factor)
 
     def rule(self, device: int | None = None) -> ThrottleRule:
-        """For the in-process twin of one device, or of all."""
+        """Throttle rule for one device in this process, or for all."""
         return ThrottleRule(
             device=device,
             bandwidth=self.bandwidth,
@@ -49,7 +49,7 @@ class DeviceModel:
         return nbytes / transfer * min(1.0, busy) / self.dilation
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Values for JSON."""
         return asdict(self)
 
 

@@ -72,7 +72,7 @@ class Row:
     iops: float
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Values for JSON."""
         return asdict(self)
 
 

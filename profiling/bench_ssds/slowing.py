@@ -84,7 +84,7 @@ class Course:
     steady: float
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Values for JSON."""
         return asdict(self)
 
 

@@ -58,7 +58,7 @@ class Head:
 
     @classmethod
     def of(cls, trace: Trace, layer: int, head: int, steps: I64) -> Head:
-        """From a trace."""
+        """Build from a trace."""
         prompt = trace.mass(layer, head, trace.profile_steps)
         return cls(
             trace.queries(layer, head, steps),

@@ -40,7 +40,7 @@ class Activity:
 
     @classmethod
     def of(cls, trace: Trace, layer: int, head: int) -> Activity:
-        """From the true attention of a trace."""
+        """Build from the true attention of a trace."""
         return cls(
             active(pages_of(trace.mass(layer, head, trace.decode_steps))),
             active(pages_of(trace.mass(layer, head, trace.profile_steps))),

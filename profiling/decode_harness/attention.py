@@ -28,7 +28,7 @@ class Attention(Protocol):
         value: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """From query [B, Hq, T, D], key and value [B, Hkv, T, D] the output [B, T, Hq, D]."""
+        """Output [B, T, Hq, D] of query [B, Hq, T, D], key and value [B, Hkv, T, D]."""
         ...
 
 

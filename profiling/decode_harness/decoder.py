@@ -297,7 +297,7 @@ class PagedDecoder:
         self._requests[name] = _Request(asked, prompt)
 
     def ask(self, name: str, asked: RequestOptions | None) -> None:
-        """From now on the request chooses like this."""
+        """Let the request choose like this from now on."""
         self._requests[name].asked = asked
 
     def tokens(self, name: str) -> int:

@@ -46,7 +46,7 @@ class Step:
 
     @classmethod
     def instinfer(cls, batch: int, devices: int, *, sparse: bool = False) -> Step:
-        """On InstInfer's drives; ``rest`` by the published share at batch 64."""
+        """Step on InstInfer's drives; ``rest`` by the published share at batch 64."""
         rest = 1 / KV_SHARE["instinfer"] - 1
         kv = batch / BATCH
         if sparse:
@@ -57,7 +57,7 @@ class Step:
 
     @classmethod
     def flexgen(cls, batch: int) -> Step:
-        """On FlexGen's path from one SSD; ``rest`` by the published share at batch 64."""
+        """Step on FlexGen's path from one SSD; ``rest`` by the published share at batch 64."""
         slower = DRIVE_BANDWIDTH / FLEXGEN_BANDWIDTH
         return cls(slower * batch / BATCH, slower * (1 / KV_SHARE["flexgen"] - 1))
 

@@ -244,8 +244,8 @@ def writing(rows: Sequence[Row]) -> Table:
 
 
 def x_steps(document: Row) -> dict[str, tuple[Row, XStep]]:
-    """By profile: the case of the most drives at the largest sizes, and its step with X, by rates
-    that were measured in this run."""
+    """Steps by profile: the case of the most drives at the largest sizes, and its step with X, by
+    rates that were measured in this run."""
     rows, projected = document["rows"], document["projected"]
     plain = [row for row in rows if not row["interval"] and row["place"] == FLASH]
     if not (plain and projected):

@@ -290,7 +290,7 @@ class _Reader:
         return Positions(int(least.tokens * self._rope_factor()), least.field)
 
     def _rope_factor(self) -> float:
-        """By which scaled RoPE makes the length larger that the file names."""
+        """Factor by which scaled RoPE enlarges the length that the file names."""
         named = self._config.get("rope_parameters") or self._config.get("rope_scaling")
         if not isinstance(named, Mapping) or "gemma3" in self.type:
             return 1.0

@@ -59,7 +59,7 @@ class CopyToDram:
 
     @classmethod
     def of(cls, items: Sequence[tuple[int, int, int, int]]) -> CopyToDram:
-        """From (slot, epoch, block id, index) of each."""
+        """Build from (slot, epoch, block id, index) of each."""
         if not items:  # as in most steps
             return _NO_SAVE
         columns = np.array(items, dtype=np.int64).reshape(-1, 4).T.copy()
@@ -84,7 +84,7 @@ class Flush:
 
     @classmethod
     def of(cls, items: Sequence[tuple[int, int, bytes]]) -> Flush:
-        """From (slot, epoch, key) triples."""
+        """Build from (slot, epoch, key) triples."""
         if not items:
             return _NO_COMMIT
         slots = np.array([item[0] for item in items], dtype=np.int64)
@@ -118,7 +118,7 @@ class CopyFrames:
 
     @classmethod
     def of(cls, items: Sequence[tuple[int, int, int, int, bytes]]) -> CopyFrames:
-        """From (old slot, its epoch, new slot, its epoch, key) of each."""
+        """Build from (old slot, its epoch, new slot, its epoch, key) of each."""
         table = np.array([item[:4] for item in items], dtype=np.int64).reshape(-1, 4)
         columns = table.T.copy()
         return cls(columns[0], columns[1], columns[2], columns[3], tuple(i[4] for i in items))
@@ -207,7 +207,7 @@ class LoadTime:
 
     @property
     def loading_s(self) -> float:
-        """From the beginning of the load to its end."""
+        """Time from the beginning of the load to its end."""
         return max(self.dram_s, self.ssd_s)
 
 

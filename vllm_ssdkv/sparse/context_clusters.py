@@ -110,7 +110,7 @@ class ContextClusters:
     """Clusters of running requests. Used by the thread of the forward pass."""
 
     def __init__(self, layers: int, kv_heads: int, options: ClusterOptions) -> None:
-        """For ``kv_heads`` of each of ``layers``."""
+        """Clusters for ``kv_heads`` of each of ``layers``."""
         self._kv_heads = kv_heads
         self._options = options
         self._layers = [_Layer() for _ in range(layers)]

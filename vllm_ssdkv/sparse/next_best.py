@@ -29,7 +29,7 @@ _LOOKED_AT: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """By what pages were chosen, and by whom."""
+    """Scores by which pages were chosen, and the rows that chose."""
 
     kernels: ScoringKernels
     scores: Scores

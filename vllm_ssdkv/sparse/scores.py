@@ -57,7 +57,7 @@ class PageLogits:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """By what pages or tokens are chosen.
+    """Scores by which pages or tokens are chosen.
 
     Attributes:
         score: What ranks them, table by KV head.

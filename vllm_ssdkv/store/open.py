@@ -358,7 +358,7 @@ class StorePlace:
             self._keeper.saved(manifest)
 
     def keep(self, manifest: Manifest, journal: Journal) -> Callable[[], bool]:
-        """From now on only this process changes the manifest, which was just saved.
+        """Keep the manifest, just saved: from now on only this process changes it.
 
         Args:
             manifest: As it was saved.

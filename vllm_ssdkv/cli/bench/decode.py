@@ -252,7 +252,7 @@ def _figures(found: Row, machine: Row) -> Row:
 
 
 def _advice(rows: list[Row], selector: str) -> str:
-    """From which length on a selector is worth its while, whatever the batch."""
+    """Length from which a selector is worth its while, whatever the batch."""
     least: int | None = None
     for length in sorted({row["context"] for row in rows}, reverse=True):
         mine = [r for r in rows if (r["selector"], r["context"]) == (selector, length)]

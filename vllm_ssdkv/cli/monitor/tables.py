@@ -89,10 +89,10 @@ def short(number: float) -> str:
 
 
 def percent(share: float | None) -> str:
-    """With one decimal; a dash for None."""
+    """Percentage with one decimal; a dash for None."""
     return "-" if share is None else f"{share:.1%}"
 
 
 def milliseconds(seconds: float | None) -> str:
-    """With two decimals; a dash for None."""
+    """Milliseconds with two decimals; a dash for None."""
     return "-" if seconds is None else f"{seconds * 1e3:.2f}"

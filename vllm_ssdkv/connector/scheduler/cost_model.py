@@ -26,7 +26,7 @@ class StepShape:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[int, int]]) -> StepShape:
-        """From (tokens before the row, tokens of the row) pairs."""
+        """Build from (tokens before the row, tokens of the row) pairs."""
         tokens = decode = 0
         prefill = 0.0
         for before, count in rows:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class PendingContextLoads:
-    """By request. Used by the scheduler's thread."""
+    """Loads by request. Used by the scheduler's thread."""
 
     def __init__(self) -> None:
         self._slots: Counter[int] = Counter()

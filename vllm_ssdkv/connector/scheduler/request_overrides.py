@@ -47,7 +47,7 @@ class Choice:
 
 
 class RequestOverrides:
-    """By request. Used by the scheduler's thread."""
+    """Overrides by request. Used by the scheduler's thread."""
 
     def __init__(self, config: SSDKVConfig, counters: Counters):
         self._config = config

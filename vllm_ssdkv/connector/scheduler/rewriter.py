@@ -68,7 +68,7 @@ class _Hit:
 
 
 class NoRewrites:
-    """In place of a :class:`Rewriter` where the devices are a node's: it never chooses a block.
+    """Stand-in for a :class:`Rewriter` where the devices are a node's: it never chooses a block.
 
     Example:
         >>> NoRewrites().plan({"request"}, frames=8)

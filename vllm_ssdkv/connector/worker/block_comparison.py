@@ -160,7 +160,7 @@ class BlockComparer:
 def _nearest_tokens(
     computed: torch.Tensor, stored: torch.Tensor, layout: BlockLayout
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each stored token the computed one that is nearest, K and V together, and the stored
+    """Nearest computed token for each stored one, K and V together, and the stored
     tokens themselves, both [elements].
 
     Nobody knows the order in which they were stored: it follows from what was computed then, and

@@ -28,7 +28,7 @@ class PagedPort:
         frames: FrameCache,
         ordering: TokenOrdering | None = None,
     ):
-        """Without an ``ordering`` tokens keep the order of their positions."""
+        """Tokens keep the order of their positions if there is no ``ordering``."""
         self._kernels = kernels
         # Beside a step, whose threads are at work.
         self._layer_kernels = CpuKernels(threads=1) if kernels.device.type == "cpu" else kernels

@@ -118,7 +118,7 @@ class SelectorRegistry:
         device: torch.device,
         near: NearSelector | None = None,
     ):
-        """For queries on ``device``; see :meth:`SelectorGroup.of`.
+        """Selectors for queries on ``device``; see :meth:`SelectorGroup.of`.
 
         Raises:
             UnsupportedError: the device's kernels do not load.

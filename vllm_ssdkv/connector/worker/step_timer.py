@@ -16,7 +16,7 @@ class StepTimer:
     """Times single steps. Never waits for the device. Used by the thread of the forward pass."""
 
     def __init__(self, device: torch.device):
-        """On CUDA the time passes on the device: the calls return before the work is done."""
+        """CUDA's calls return before the work is done, so the time passes on the device."""
         self._cuda = device.type == "cuda"
         self._number = 0
         self._begun: Any = None

@@ -307,7 +307,7 @@ class SSDKVWorker:
                 loads.refuse(load, self._report)
 
     def give_up(self) -> None:
-        """In place of :meth:`end`: the forward pass has failed. Nothing of the step is stored."""
+        """Replace :meth:`end` after a forward pass that failed. Nothing of the step is stored."""
         logger.error("ssdkv: the forward pass failed: no block of this step is stored")
         if self.paged is not None:
             self.paged.give_up()

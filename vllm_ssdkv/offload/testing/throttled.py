@@ -53,7 +53,7 @@ class ThrottledTicket(WrappedTicket):
 
     @property
     def statistics(self) -> DeviceStatistics:
-        """By the model, which waits where the work was done earlier."""
+        """Statistics by the model, which waits where the work was done earlier."""
         counts = self._inner.statistics
         return dataclasses.replace(
             counts,

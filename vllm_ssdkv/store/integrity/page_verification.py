@@ -65,7 +65,7 @@ class PageSampler:
         self.mode = mode
 
     def choose(self) -> slice:
-        """For :func:`wrong_pages`, once per read."""
+        """Choose pages for :func:`wrong_pages`, once per read."""
         if self.mode == "all":
             return slice(None)
         return slice(random.randrange(SAMPLE), None, SAMPLE)

@@ -116,7 +116,7 @@ def _newest_first(found: Sequence[Headers]) -> tuple[tuple[I64, U8], Headers]:
 
 
 def _chosen(store: StoredStore, slots: I64, epochs: I64, keys: U8) -> Entry:
-    """Without what is void, and each key once."""
+    """Chosen entries: no void ones, each key once."""
     since = np.zeros(len(slots), dtype=np.int64)
     fresh = set(store.manifest.fresh)
     for segment in store.manifest.segments:

@@ -397,7 +397,7 @@ class ContextStream:
         self._refused = True
 
     def come_checked(self) -> None:
-        """From now on all pieces come by the host's path: who asks for them checks nothing. Those
+        """Bring all pieces by the host's path from now on: who asks for them checks nothing. Those
         that are on their way by another one are read again."""
         if self._peer is None:
             return

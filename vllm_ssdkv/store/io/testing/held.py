@@ -30,7 +30,7 @@ class Requests:
     buffer: U64
 
     def arrays(self) -> tuple[U16, U64, U32, U64]:
-        """In the order that engines take them."""
+        """Arrays in the order that engines take them."""
         return self.device, self.offset, self.length, self.buffer
 
     def take(self, which: NDArray[np.int64]) -> Requests:
