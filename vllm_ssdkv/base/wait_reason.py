@@ -19,14 +19,14 @@ class WaitReason(Enum):
     ADAPTER = (
         "adapter",
         "both",
-        "The workers may hold its LoRA adapter, and have still to tell of its weights.",
-        "They tell, or three steps have passed.",
+        "The workers may hold its LoRA adapter, but have not reported its weights.",
+        "They report, or three steps have passed.",
         "none",
     )
     DIGEST = (
         "digest",
         "both",
-        "The cache was reset, and the workers are about to digest the weights that they hold now.",
+        "The cache was reset, and the workers are about to digest their current weights.",
         "They have, or three steps have passed.",
         "none",
     )
@@ -88,7 +88,7 @@ class WaitReason(Enum):
         "writes_paused",
         "page",
         "Writes to a device are paused: its file system has no room or is read-only, or they fail. "
-        "What the request computes could not be kept.",
+        "The request's KV could not be kept.",
         "A write succeeds, which is tried after 1 s, then 2 s, up to 60 s; or nothing has run for "
         "60 s: the engine goes on without the device, or stops if there is no other.",
         "free space on the device, or replace it",
@@ -96,7 +96,7 @@ class WaitReason(Enum):
     SEATS = (
         "seats",
         "both",
-        "As many hits are loaded ahead as vLLM has seats (`--scheduling-policy priority`).",
+        "As many hits are loaded ahead as vLLM runs requests (`--scheduling-policy priority`).",
         "One of them runs.",
         "raise `--max-num-seqs`",
     )

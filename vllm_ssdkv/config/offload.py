@@ -103,7 +103,7 @@ class OffloadThrottle(OptionModel):
     drives: Annotated[
         int,
         Field(ge=1, le=MAX_DRIVES, description="Number of the profile's drives, side by side."),
-        Reason("One is what the profile describes."),
+        Reason("1: the profile describes one."),
     ] = 1
     dilation: Annotated[
         float,

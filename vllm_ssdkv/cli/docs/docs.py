@@ -111,7 +111,7 @@ def write(directory: _Directory) -> None:
 
 @app.command()
 def check(directory: _Directory) -> None:
-    """Fail, with a diff, when a page in DIR is not what `docs write` would write."""
+    """Fail, with a diff, when a page in DIR differs from the output of `docs write`."""
     found = stale(directory, pages(directory))
     for diff in found.values():
         typer.echo(diff)
