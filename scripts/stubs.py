@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -22,7 +23,8 @@ ARRAY = re.compile(r"Annotated\[(NDArray\[[\w.]+\]), dict\([^()]*(?:\([^()]*\)[^
 
 def stub(name: str) -> str:
     """The stub of a module of the package."""
-    module = __import__(f"vllm_ssdkv.{name}", fromlist=["*"])
+    importlib.import_module("vllm_ssdkv._io")  # its types are in signatures of the others
+    module = importlib.import_module(f"vllm_ssdkv.{name}")
     generator = StubGen(module=module, quiet=True)
     generator.put(module)
     text = ARRAY.sub(r"\1", generator.get())

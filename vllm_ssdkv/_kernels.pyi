@@ -18,6 +18,8 @@ from collections.abc import Sequence
 import numpy
 from numpy.typing import NDArray
 
+import vllm_ssdkv._io
+
 FLOAT32: int = 0
 
 BFLOAT16: int = 1
@@ -527,8 +529,9 @@ class ChoosingRows:
     Rows of one query each that choose pages of their contexts.
 
     ``token`` and ``position [R]`` are those of the queries; ``frame [B]``: address of each block's
-    frame; ``slot [B]``: number of its slot, from 0; empty: no two blocks have the same. Each row is in
-    one of the ``groups``.
+    frame, 0 where it has none; ``slot [B]``: number of its slot, from 0; empty: no two blocks have the
+    same. Each row is in one of the ``groups``. Pages without a frame are looked up in the ``cache``, by
+    the slots of the store, ``stored [B]``; None: there are none.
     """
 
     def __init__(
@@ -539,6 +542,23 @@ class ChoosingRows:
         frame: NDArray[numpy.uint64],
         slot: NDArray[numpy.int32],
         groups: Sequence[ChoosingGroup],
+        cache: vllm_ssdkv._io.PageCache | None,
+        stored: NDArray[numpy.int64],
+    ) -> None: ...
+
+class GuessedPages:
+    """
+    Pages that some rows will probably choose in a ``layer``.
+
+    ``rows [r]``: their numbers among those that choose; ``pages`` and ``begin`` as of ``ListedPages``.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        rows: NDArray[numpy.int64],
+        pages: NDArray[numpy.int32],
+        begin: NDArray[numpy.int32],
     ) -> None: ...
 
 class ChoiceTotals:
@@ -558,7 +578,13 @@ class ChoiceTotals:
 
     @property
     def framed(self) -> int:
-        """Pages in the lists; those of several lists of a layer count once."""
+        """
+        Pages in the lists that lie in frames; those of several lists of a layer count once. This and the next one leave out layers that stopped.
+        """
+
+    @property
+    def held(self) -> int:
+        """Likewise, that the cache has."""
 
     @property
     def unmet(self) -> int:
@@ -570,7 +596,7 @@ class ChoiceTotals:
 
 class StepPlan:
     """
-    Attention of a step whose contexts lie in memory.
+    Attention of a step.
 
     Made once per step, then run once per layer, in any order, by one thread at a time. ``streamed``
     and ``chooses`` have an entry for each layer: the contexts that are attended to whole, and whether
@@ -602,13 +628,69 @@ class StepPlan:
         sliding_window: int | None,
         sinks: NDArray[numpy.float32] | None,
         tell: bool,
+        room: int,
+        guess: GuessedPages | None,
     ) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32]] | None:
         """
         Attend to windows and contexts of a layer, and write ``out``.
 
         ``cache``: address of the first of so many ``blocks`` in HBM, ``block_stride`` bytes apart.
         ``sliding_window``: of the keys in HBM; ``sinks [q_heads]``: logits of attention sinks. To ``tell``
-        is to answer with the pages that were chosen, if any, and the edges of their lists.
+        is to answer with the pages that were chosen, if any, and the edges of their lists. Where chosen
+        pages are not in memory, or pages of the ``guess``, the layer has stopped: :meth:`resume` goes on.
+        Places are taken for up to ``room`` distinct pages.
+        """
+
+    def choose(self, choosing: ChoosingRows | None) -> None:
+        """These rows choose from now on."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether somebody has to read for the layer."""
+
+    def choices(
+        self,
+    ) -> list[
+        tuple[
+            NDArray[numpy.int32],
+            NDArray[numpy.int32],
+            NDArray[numpy.float32] | None,
+            NDArray[numpy.float32] | None,
+            NDArray[numpy.float32] | None,
+        ]
+    ]:
+        """
+        What each group has chosen in the layer: pages, and edges of their lists.
+
+        Then, if pages have weights, the mass of each list and its window, weights of all pages, and masses
+        of the windows.
+        """
+
+    def asked(
+        self,
+    ) -> (
+        tuple[NDArray[numpy.int32], NDArray[numpy.int64], NDArray[numpy.int32], int, int, int, int]
+        | None
+    ):
+        """
+        What a layer that has stopped has taken for its pages, as ``PageCache.acquire`` answers.
+
+        None: nothing, because there was no room.
+        """
+
+    def resume(
+        self,
+        address: NDArray[numpy.uint64],
+        position: NDArray[numpy.int64],
+        begin: NDArray[numpy.int32],
+        end: NDArray[numpy.int32],
+        clock: AttentionClock,
+    ) -> None:
+        """
+        Go on with a layer that has stopped: attend to some of the chosen pages.
+
+        ``address`` and ``position [P]``; ``begin`` and ``end [R * kv_heads]`` of the lists in these. The
+        call that brings the last ones ends the layer.
         """
 
     @property

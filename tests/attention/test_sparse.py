@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from tests.store.tails import addresses
 from vllm_ssdkv.attention.decode_plan import DecodePlan
 from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.attention.mean_value import RunningMeanV
-from vllm_ssdkv.attention.sparse import SparseDecode
+from vllm_ssdkv.attention.sparse import ChoiceCounts, SparseDecode
 from vllm_ssdkv.attention.sparse_deviation import SparseDeviation
 from vllm_ssdkv.connector.worker.device_memory import hot_memory
 from vllm_ssdkv.connector.worker.paged_port import PagedPort
@@ -43,6 +44,8 @@ from vllm_ssdkv.sparse.selectors.swarm import SwarmSelector
 from vllm_ssdkv.sparse.selectors.window import WindowSelector
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.summary_rows import ChannelTier, with_summaries
+from vllm_ssdkv.store.read.page_fetcher import PageFetcher
+from vllm_ssdkv.store.read.prefetch_budget import PrefetchBudget
 from vllm_ssdkv.store.read.selected_context import SelectedContexts
 
 __all__ = ["make_store"]
@@ -300,6 +303,109 @@ def test_native_code_counts_frames_that_rows_share_once(
     assert chosen.fetched.frame == wanted < decode.counts.selected
     stream.close()
     chosen.close()
+
+
+@dataclass
+class Step:
+    """What a step of rows came to.
+
+    Attributes:
+        outs: Of each layer.
+        counts: Of the rows' choices, and of the pages.
+        lost: Rows.
+        brought: Layers in which native code stopped, because somebody had to read.
+    """
+
+    outs: list[torch.Tensor]
+    counts: list[object]
+    lost: set[int]
+    brought: int
+
+
+def python_step(
+    rows: Rows, chosen: SelectedContexts, selectors: dict[int, Selector], guesses: Prefetcher | None
+) -> Step:
+    outs, totals = [], ChoiceCounts()
+    for layer in range(LAYERS):
+        out, decode = rows.attend(
+            chosen, Budget(share=1.0), layer, queries_of(layer), selectors, guesses=guesses
+        )
+        outs.append(out)
+        for name in dataclasses.asdict(totals):
+            setattr(totals, name, getattr(totals, name) + getattr(decode.counts, name))
+    return Step(outs, [totals, chosen.fetched, chosen.pages_used], chosen.poisoned, 0)
+
+
+def native_step(
+    rows: Rows, chosen: SelectedContexts, selectors: dict[int, Selector], guesses: Prefetcher | None
+) -> Step:
+    names = [str(row) for row in range(len(LENGTHS))]
+    decode = SparseDecode(
+        selectors, chosen, LAYOUT, range(LAYERS), rows.means, names, guesses=guesses
+    )
+    stream = rows.rig.store.stream(rows.contexts(), range(len(LENGTHS)))
+    batch, clock = rows.batch(), AttentionClock()
+    plan = DecodePlan.of(batch, LAYOUT, GEOMETRY, stream, decode, queries_of(0), clock)
+    assert plan is not None
+    outs = []
+    with patch.object(SparseDecode, "bring", autospec=True, side_effect=SparseDecode.bring) as spy:
+        for layer in range(LAYERS):
+            out = torch.empty(len(LENGTHS), QUERY_HEADS, HEAD_SIZE)
+            plan.attend(layer, queries_of(layer), rows.caches[layer], out, SCALE)
+            outs.append(out)
+    plan.count()
+    stream.close()
+    counts = [decode.counts, chosen.fetched, chosen.pages_used]
+    return Step(outs, counts, chosen.poisoned, spy.call_count)
+
+
+@pytest.mark.parametrize("guessing", [False, True])
+@pytest.mark.parametrize("places", [16, 64, 256])
+def test_native_code_brings_what_python_does(
+    make_rows: Callable[..., Rows], monkeypatch: pytest.MonkeyPatch, places: int, guessing: bool
+) -> None:
+    """Bits, choices and counts: from frames, half from them, from the cache, by several turns where
+    it is small, from devices, and where a row is lost."""
+    settle = PageFetcher._settle_ahead
+    # What is read ahead is never late, and idle devices read three pages: time decides nothing.
+    monkeypatch.setattr(PageFetcher, "_settle_ahead", lambda self, *, wait: settle(self, wait=True))
+    monkeypatch.setattr(PrefetchBudget, "spare", lambda _, ahead: np.full_like(ahead, 3))
+    kernels = CpuScoringKernels()
+    bounds = BoundsSelector(Budget(share=0.6), PAGE, kernels)
+    selectors: dict[int, Selector] = {
+        0: bounds,
+        1: AdaptiveSelector(bounds, 0.9, 0.1, Budget(share=0.8), PAGE, kernels),
+        2: bounds,
+    }
+    lives: list[list[Step]] = []
+    for run in (python_step, native_step):
+        rows, guesses = make_rows(places), Prefetcher() if guessing else None
+        slots = np.concatenate(rows.contexts())
+        life = []
+        for step in range(6):
+            if step == 1:
+                rows.rig.store.frames.forget(slots[::2].copy())
+            elif step >= 2:
+                away(rows)
+            if step >= 4:
+                rows.rig.forget_pages(slots)
+            if step == 5:
+                rows.rig.flip(int(rows.contexts()[2][0]), GEOMETRY.layer_offset(0) + 5)
+            chosen = choose(rows)
+            life.append(run(rows, chosen, selectors, guesses))
+            chosen.close()
+        lives.append(life)
+    for python, native in zip(*lives, strict=True):
+        assert all(map(torch.equal, python.outs, native.outs))
+        assert python.counts == native.counts
+        assert python.lost == native.lost
+    brought = [step.brought for step in lives[1]]
+    assert brought[0] == 0
+    assert brought[1] > 0
+    assert brought[4] > 0
+    if places == 256:
+        assert brought[3] == 0, "all of it was in the cache"
+    assert lives[1][5].lost == {2}
 
 
 def test_where_pages_are_changes_no_bit(make_rows: Callable[..., Rows]) -> None:

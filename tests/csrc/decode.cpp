@@ -1,7 +1,9 @@
 // Layers of a step's plan over buffers without a spare byte, from several threads.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <span>
 
 #include "attention/isa.hpp"
 #include "attention/sparse.hpp"
@@ -59,7 +61,13 @@ struct Step {
   Group alike[2];
 
   explicit Step(Random& random);
-  void run(bool chooses, int64_t threads);
+  int64_t run(bool chooses, int64_t threads);
+  void bring(const decode::LayerOperands& operands, attention::AttentionClock& clock);
+
+  // Where pages without a frame are, if there are any.
+  std::unique_ptr<PageCache> tables;
+  std::vector<float> places;
+  std::vector<int64_t> stored;
 };
 
 Step::Step(Random& random)
@@ -137,10 +145,12 @@ Step::Step(Random& random)
             most.data(),
             0};
   choosing = {rows,        token.data(), position.data(), begin.data(), first_page.data(),
-              whole.count, frame.data(), slot_of.data(),  slots,        {}};
+              whole.count, frame.data(), slot_of.data(),  slots,        {},
+              nullptr,     nullptr};
 }
 
-void Step::run(bool chooses, int64_t threads) {
+// Returns how many layers stopped.
+int64_t Step::run(bool chooses, int64_t threads) {
   std::vector<int32_t> window_end(token);
   for (int32_t& edge : window_end) ++edge;
   window.rows.end = window_end.data();
@@ -157,6 +167,7 @@ void Step::run(bool chooses, int64_t threads) {
   }
   plan.chooses.assign(kLayers, chooses ? 1 : 0);
   plan.totals = {};
+  int64_t stopped = 0;
   const int64_t stride = query_heads * size * 4;
   attention::AttentionClock clock;
   for (int64_t layer = 0; layer < kLayers; ++layer) {
@@ -169,9 +180,42 @@ void Step::run(bool chooses, int64_t threads) {
                                          kv_heads * groups * plan.hbm.page_stride,
                                          0.125F,
                                          attention::kUnbounded,
+                                         nullptr,
+                                         places.size(),
                                          nullptr};
-    decode::run_layer(plan, operands, clock);
+    if (decode::run_layer(plan, operands, clock)) continue;
+    ++stopped;
+    bring(operands, clock);
   }
+  return stopped;
+}
+
+// Reads what a layer has stopped for.
+void Step::bring(const decode::LayerOperands& operands, attention::AttentionClock& clock) {
+  decode::WorkSpace& work = plan.work;
+  check(work.asked.has_value(), "there is room");
+  const AskedPages& asked = *work.asked;
+  const int64_t page = plan.slot.page_stride / 4;
+  for (size_t i = asked.held; i < asked.keys.size(); ++i) {
+    const int64_t pages = kLayers * kv_heads * groups;
+    const float* const from =
+        slot[at(asked.keys[i] / pages)].data() + kHeader / 4 + asked.keys[i] % pages * page;
+    std::copy(from, from + page - kPadding / 4, places.data() + asked.places[i] * page);
+  }
+  const std::span<const int64_t> keys(asked.keys.data() + asked.held,
+                                      asked.keys.size() - asked.held);
+  const std::span<const int32_t> taken(asked.places.data() + asked.held, keys.size());
+  tables->complete(keys, taken, std::vector<uint8_t>(keys.size(), 1),
+                   std::vector<uint16_t>(keys.size()));
+  const FoundPages found =
+      tables->find(work.numbers, work.no_frame, asked.which, asked.keys, asked.places);
+  std::vector<uint64_t> address(work.address);
+  for (size_t i = 0; i < work.outside.size(); ++i) address[at(work.outside[i])] = found.address[i];
+  decode::resume(plan, operands,
+                 {work.chosen.count, address.data(), work.position.data(), work.chosen.begin,
+                  work.chosen.begin + 1},
+                 clock);
+  tables->release(asked.places);
 }
 
 // Rows that choose every page attend to what rows that do not choose do.
@@ -193,11 +237,46 @@ void all_pages_are_the_context(Random& random, int64_t threads) {
         "pages of shared slots count once");
 }
 
+// Where pages lie changes no bit: some frames are gone, their pages are read, and then found.
+void pages_outside_frames(Random& random, int64_t threads) {
+  Step step(random);
+  step.run(true, threads);
+  const std::vector<float> wanted = step.out;
+  const int64_t pages = kLayers * step.kv_heads * step.groups;
+  const auto places = at(step.slots * pages);
+  // The padding of the last place is not there.
+  step.places.resize(places * at(step.plan.slot.page_stride / 4) - kPadding / 4);
+  const PageLayout layout{reinterpret_cast<uint64_t>(step.places.data()),
+                          static_cast<uint64_t>(step.plan.slot.page_stride), kHeader};
+  step.tables =
+      std::make_unique<PageCache>(layout, places, at(step.slots), at(pages), PagePolicy::kRecent);
+  step.stored.assign(step.slot_of.begin(), step.slot_of.end());
+  bool outside = false;
+  for (size_t i = 0; i < step.frame.size(); ++i) {
+    if (step.slot_of[i] % 2 != 0) continue;
+    step.frame[i] = 0;
+    outside = true;
+  }
+  step.choosing.cache = step.tables.get();
+  step.choosing.stored = step.stored.data();
+  for (const bool again : {false, true}) {
+    const int64_t stopped = step.run(true, threads);
+    check(stopped == (outside && !again ? kLayers : 0), "layers that stopped");
+    check(step.out == wanted, "a bit");
+    check(step.tables->taken() == 0, "a place was not given back");
+  }
+  const auto held = static_cast<int64_t>(step.tables->held());
+  check(step.plan.totals.held == held, "pages of the cache count once");
+}
+
 void every_instruction_set() {
   for (const std::string& isa : attention::available_isas()) {
     attention::select_isa(isa);
     Random random(5);
-    for (int round = 0; round < 40; ++round) all_pages_are_the_context(random, 1);
+    for (int round = 0; round < 40; ++round) {
+      all_pages_are_the_context(random, 1);
+      pages_outside_frames(random, 1);
+    }
   }
   attention::select_isa(attention::available_isas().front());
 }
@@ -205,7 +284,10 @@ void every_instruction_set() {
 void many_callers() {
   in_threads(4, [](unsigned thread) {
     Random random(thread);
-    for (int round = 0; round < 20; ++round) all_pages_are_the_context(random, 1 + thread);
+    for (int round = 0; round < 20; ++round) {
+      all_pages_are_the_context(random, 1 + thread);
+      pages_outside_frames(random, 1 + thread);
+    }
   });
 }
 

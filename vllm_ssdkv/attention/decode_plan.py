@@ -1,7 +1,9 @@
-"""Attention of a step as one native call per layer, where nothing has to be read.
+"""Attention of a step as one native call per layer, and a second one where pages had to be read.
 
 A step is planned once: its rows, where their blocks lie, and how they choose pages are the same in
-every layer. Between two layers there is then nothing for Python to do (``csrc/decode``).
+every layer. Between two layers there is then nothing for Python to do (``csrc/decode``). Where a
+layer chooses pages that DRAM does not have, native code stops behind the choice, and goes on with
+what :meth:`SparseDecode.bring` has brought.
 
 :meth:`DecodePlan.of` decides which steps have a plan. ``exact.py`` and ``sparse.py`` compute the
 others, and they fold the same keys in the same order: a plan changes no bit.
@@ -36,13 +38,17 @@ class DecodePlan:
         plan: _kernels.StepPlan,
         clock: AttentionClock,
         decode: SparseDecode | None,
+        batch: RowBatch,
     ):
-        """``layout``: of a block in HBM; ``decode``: of the rows that choose, if any may."""
+        """``layout``: of a block in HBM; ``decode``: of the rows of the ``batch`` that choose, if
+        any may."""
         self._layout = layout
+        self._batch = batch
         self._plan = plan
         self._clock = clock
         self._decode = decode
         self._tells = decode is not None and decode.remembers
+        self._reads = decode is not None and decode.reads
 
     @classmethod
     def of(
@@ -58,8 +64,8 @@ class DecodePlan:
         """Plan a step, if native code has all that its layers need.
 
         None where the model is not on a CPU, where a bench has a clock of its own, where a block of
-        a context has no frame, and where rows choose as :attr:`SparseDecode.runs_natively` says
-        that native code does not.
+        a context that is attended to whole has no frame, and where rows choose as
+        :attr:`SparseDecode.runs_natively` says that native code does not.
 
         Args:
             batch: The step's rows.
@@ -90,7 +96,7 @@ class DecodePlan:
             [layer in layers for layer in range(geometry.layers)],
             kernels.threads,
         )
-        return cls(layout, plan, clock, decode)
+        return cls(layout, plan, clock, decode, batch)
 
     def attend(
         self,
@@ -117,6 +123,11 @@ class DecodePlan:
         if cache.dtype != layout.dtype or not cache.is_cpu:
             raise ValueError(f"blocks must be {layout.dtype} on the CPU")
         heads, size = query.shape[1], layout.head_size
+        decode, room, guess = self._decode, 0, None
+        if decode is not None and self._reads:
+            if decode.has_lost:
+                self._plan.choose(decode.choosing_rows(self._batch, query))
+            room, guess = decode.contexts.settle_reads(), decode.guess(layer)
         chosen = self._plan.run_layer(
             layer,
             vectors("query", query, heads, size),
@@ -129,9 +140,15 @@ class DecodePlan:
             sliding_window,
             None if sinks is None else sinks.detach().to("cpu", torch.float32).numpy(),
             self._tells,
+            room,
+            guess,
         )
-        if chosen is not None and self._decode is not None:
-            self._decode.remember(layer, *chosen)
+        if decode is None:
+            return
+        if self._plan.stopped:
+            decode.bring(layer, self._plan, self._clock)
+        elif chosen is not None:
+            decode.remember(layer, *chosen)
 
     def count(self) -> None:
         """Add what the layers chose to the counts of the rows that choose."""

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm_ssdkv import _kernels
-from vllm_ssdkv.sparse.protocol import ContextSummaries, Selector, page_budget
-from vllm_ssdkv.sparse.scores import Scorer
+from vllm_ssdkv.sparse.next_best import Ranked
+from vllm_ssdkv.sparse.protocol import ContextSummaries, Selection, Selector, page_budget
+from vllm_ssdkv.sparse.scores import Floats, Scorer, Scores
 from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
 from vllm_ssdkv.sparse.selectors.codes import CodesSelector
 from vllm_ssdkv.sparse.selectors.page_logits import PageLogitsSelector
 from vllm_ssdkv.sparse.selectors.spread import SpreadSelector
 from vllm_ssdkv.sparse.selectors.window import WindowSelector
+from vllm_ssdkv.sparse.sizes import ContextSizes
 from vllm_ssdkv.store.read.selected_context import SelectedContexts
 
 _RECORDS: Final[dict[type, _kernels.PageRecord]] = {
@@ -23,6 +27,11 @@ _RECORDS: Final[dict[type, _kernels.PageRecord]] = {
     CodesSelector: _kernels.PageRecord.CODES,
 }
 """Records by which native code scores pages as these selectors do; their subclasses may not."""
+
+Made: TypeAlias = tuple[
+    NDArray[np.int32], NDArray[np.int32], Floats | None, Floats | None, Floats | None
+]
+"""Answer of ``StepPlan.choices`` for one group."""
 
 
 def is_native(selector: Selector) -> bool:
@@ -68,3 +77,15 @@ def native_choice(
         most,
         wanted,
     )
+
+
+def selection_of(selector: Selector, sizes: ContextSizes, made: Made, heads: int) -> Selection:
+    """The selection of rows of these ``sizes`` that native code has made as the selector does."""
+    pages, begin, mass, weights, window = made
+    if mass is None or weights is None or window is None:
+        return Selection(pages, begin, np.ones((len(sizes.pages), heads), np.float32))
+    if not isinstance(selector, PageLogitsSelector | AdaptiveSelector):
+        raise TypeError(f"{selector.name} has no weights")
+    scores = Scores(weights, weights, window.reshape(-1, heads), sizes.first_page)
+    ranked = Ranked(selector.kernels, scores)
+    return Selection(pages, begin, mass.reshape(-1, heads), ranked=ranked)

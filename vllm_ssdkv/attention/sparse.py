@@ -22,13 +22,22 @@ from vllm_ssdkv import _kernels
 from vllm_ssdkv.attention.compensate import beside_sinks, compensate
 from vllm_ssdkv.attention.exact import NO_LEASE, RowBatch
 from vllm_ssdkv.attention.mean_value import MeanRows, RunningMeanV
-from vllm_ssdkv.attention.native_choice import is_native, native_choice
+from vllm_ssdkv.attention.native_choice import is_native, native_choice, selection_of
 from vllm_ssdkv.attention.sparse_deviation import Compared, SparseDeviation
 from vllm_ssdkv.kernels.dense import select_kernels, wait_for
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState, on_host
 from vllm_ssdkv.kernels.operands.page_list import SPLIT_PAGES, PageList
 from vllm_ssdkv.kernels.paged import PageAttention, PageKernels
-from vllm_ssdkv.kernels.step_clock import AHEAD, ATTEND, FETCH, MERGE, SELECT, WAIT, StepClock
+from vllm_ssdkv.kernels.step_clock import (
+    AHEAD,
+    ATTEND,
+    FETCH,
+    MERGE,
+    SELECT,
+    WAIT,
+    AttentionClock,
+    StepClock,
+)
 from vllm_ssdkv.offload.protocol import ContextKernels, ContextWork, Foldable
 from vllm_ssdkv.sparse.concat import concat
 from vllm_ssdkv.sparse.context_clusters import ContextClusters
@@ -37,6 +46,7 @@ from vllm_ssdkv.sparse.prefetch import Prefetcher, SelectionHistory
 from vllm_ssdkv.sparse.protocol import ContextSummaries, Needs, Selection, Selector
 from vllm_ssdkv.sparse.selection_reuse import RowSizes, SelectionReuse
 from vllm_ssdkv.sparse.sizes import ContextSizes
+from vllm_ssdkv.store.cache.selected_pages import Asked
 from vllm_ssdkv.store.read.channel_reader import ChannelReader
 from vllm_ssdkv.store.read.gpu_pages import GpuFetch
 from vllm_ssdkv.store.read.page_fetcher import Fetch
@@ -153,6 +163,8 @@ class SparseDecode:
         self._choosing: _Choosing | None = None
         self._parts: list[tuple[NDArray[np.int64], Selection]] = []
         """What all rows chose in the latest layer, and which rows; empty where some did not."""
+        self._groups: list[tuple[NDArray[np.int64], Selector, ContextSizes]] = []
+        """Rows that native code has choose alike, by their places."""
         self.counts = ChoiceCounts()
 
     def attend(
@@ -221,12 +233,12 @@ class SparseDecode:
 
     @property
     def runs_natively(self) -> bool:
-        """Check whether native code does all of it: rows choose by their own queries, as it knows
-        how to; all pages lie in frames, where they are attended to; and nobody has to see the state
-        of attention before the end of a layer."""
+        """Check whether native code does all of it but to read: rows choose by their own queries,
+        as it knows how to; pages are attended to in DRAM; and nobody has to see the state of
+        attention before the end of a layer."""
         if self._kept is not None or self._deviation is not None or self._offload is not None:
             return False
-        return self.contexts.read_in_place and all(map(is_native, self._selectors))
+        return self.contexts.read_in_dram and all(map(is_native, self._selectors))
 
     @property
     def layers(self) -> Collection[int]:
@@ -238,6 +250,28 @@ class SparseDecode:
         """Check whether a layer's choice is wanted for the next step."""
         return self._guesses is not None
 
+    @property
+    def reads(self) -> bool:
+        """Check whether pages may have to be read."""
+        return not self.contexts.in_frames
+
+    @property
+    def has_lost(self) -> bool:
+        """Check whether rows have been lost since :meth:`choosing_rows`."""
+        known = self._choosing
+        return known is not None and len(self.contexts.alive()) < len(known.alive)
+
+    def guess(self, layer: int) -> _kernels.GuessedPages | None:
+        """Pages that the next layer will probably choose, where they are to be in memory when this
+        one ends."""
+        now, guesses, following = self._choosing, self._guesses, self._next.get(layer, layer)
+        if now is None or guesses is None or following == layer:
+            return None
+        found = guesses.likely.recall(following, now.requests, now.blocks)
+        if found is None:
+            return None
+        return _kernels.GuessedPages(following, found.rows, found.pages, found.begin)
+
     def choosing_rows(self, batch: RowBatch, query: torch.Tensor) -> _kernels.ChoosingRows | None:
         """The rows that choose, as native code takes them; None: all are lost. ``query`` [T, Hq, D]
         of any layer."""
@@ -246,7 +280,7 @@ class SparseDecode:
             return None
         contexts.settle_reads()
         of_row = self._which[now.alive]
-        groups = []
+        groups, self._groups = [], []
         for number, selector in enumerate(self._selectors):
             which = np.flatnonzero(of_row == number)
             if not len(which):
@@ -257,6 +291,7 @@ class SparseDecode:
             )
             choice = native_choice(selector, summaries, contexts, now.of(query)[which])
             groups.append(_kernels.ChoosingGroup(sizes.bound, which.astype(np.int32), choice))
+            self._groups.append((which, selector, sizes))
         return _kernels.ChoosingRows(
             self._sizes(now.alive, now.rows, batch).bound,
             now.token,
@@ -264,6 +299,8 @@ class SparseDecode:
             contexts.frame_address,
             contexts.shared_slots(),
             groups,
+            contexts.tables,
+            contexts.slots,
         )
 
     def remember(self, layer: int, pages: NDArray[np.int32], begin: NDArray[np.int32]) -> None:
@@ -271,6 +308,36 @@ class SparseDecode:
         now, guesses = self._choosing, self._guesses
         if now is not None and guesses is not None:
             guesses.likely.remember(layer, now.requests, now.blocks, pages, begin)
+            if self.reads:
+                self.contexts.pass_over()
+                guesses.counts.count(layer, now.requests, now.blocks, pages, begin)
+
+    def bring(self, layer: int, plan: _kernels.StepPlan, clock: AttentionClock) -> None:
+        """Bring what a layer that has stopped needs, and have it go on."""
+        now = self._choosing
+        if now is None:
+            raise RuntimeError("nobody chooses")
+        heads, self._parts = self._layout.kv_heads, []
+        for group, made in zip(self._groups, plan.choices(), strict=True):
+            self._parts.append((group[0], selection_of(group[1], group[2], made, heads)))
+        selection = concat(self._parts, heads, self._layout.page_tokens)
+        wanted, starts = self._locate(layer, now.alive, selection.pages, selection.begin)
+        asked = plan.asked()
+        pages = ChosenPages(
+            self,
+            layer,
+            now,
+            selection,
+            wanted,
+            starts,
+            self._layout,
+            None if asked is None else Asked(*asked),
+        )
+
+        def attend(some: PageList) -> None:
+            plan.resume(*some.on_host(), clock)
+
+        pages.by_turns(attend, clock)
 
     def count_native(self, totals: _kernels.ChoiceTotals) -> None:
         """Count what the layers of the step chose."""
@@ -282,6 +349,7 @@ class SparseDecode:
         counts.missing += totals.missing
         counts.short += totals.unmet
         self.contexts.fetched.frame += totals.framed
+        self.contexts.fetched.cache += totals.held
 
     # ---- one layer ----
 
@@ -565,12 +633,14 @@ class ChosenPages:
         wanted: BlockPages,
         starts: NDArray[np.int64],
         layout: BlockLayout,
+        asked: Asked | None = None,
     ):
         """``wanted``: all pages of the ``selection``, by the rows of ``now``; ``starts``: position
-        of the first token of each."""
+        of the first token of each; ``asked``: what has been taken for them already."""
         self._decode, self.contexts = decode, decode.contexts
         self.layer, self._now, self._selection = layer, now, selection
         self.wanted, self._starts, self._layout = wanted, starts, layout
+        self._asked = asked
         self._fetch: Fetch | GpuFetch | None = None
         self._looked_ahead = False
 
@@ -640,15 +710,28 @@ class ChosenPages:
     ) -> None:
         """Fetch the pages and fold them into ``state``; blocks until they have arrived. Begins
         anew when it is called again."""
+
+        def attend(listed: PageList) -> None:
+            kernels.attend_pages(query, state, listed, self._layout, scale)
+            wait_for(query.device)  # what is released may be written to
+
+        self.by_turns(attend, clock, lease)
+
+    def by_turns(
+        self,
+        attend: Callable[[PageList], None],
+        clock: StepClock,
+        lease: AbstractContextManager[None] = NO_LEASE,
+    ) -> None:
+        """Fetch the pages, as many at a time as there is room for, and have them attended to."""
         with lease:
             self._end_fetch()
-            turns = self.contexts.turns(self.wanted.pages, self._selection.begin, SPLIT_PAGES)
+            turns = [slice(None)] if self._asked is not None else self._turns()
         for left, part in zip(reversed(range(len(turns))), turns, strict=True):
             try:
                 with lease:
                     listed = self._bring(part, clock, last=left == 0)
-                kernels.attend_pages(query, state, listed, self._layout, scale)
-                wait_for(query.device)  # what is released may be written to
+                attend(listed)
                 clock.lap(ATTEND)
             finally:
                 with lease:
@@ -670,10 +753,13 @@ class ChosenPages:
     def restart(self) -> None:
         """See :meth:`Foldable.restart`: each call begins anew."""
 
+    def _turns(self) -> list[slice | NDArray[np.int64]]:
+        return self.contexts.turns(self.wanted.pages, self._selection.begin, SPLIT_PAGES)
+
     def _bring(self, part: slice | NDArray[np.int64], clock: StepClock, *, last: bool) -> PageList:
         """Bring a part of the pages into memory, where they stay until :meth:`_end_fetch`."""
         contexts, selection = self.contexts, self._selection
-        fetch = self._fetch = contexts.fetch_hot(self.wanted.part(part))
+        fetch = self._fetch = contexts.fetch_hot(self.wanted.part(part), self._asked)
         clock.lap(FETCH)
         if last and not self._looked_ahead:
             self._looked_ahead = True

@@ -216,8 +216,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "context_steps_native",
         "steps",
-        "Steps whose layers took one native call each, because all of their contexts were in DRAM "
-        "(page).",
+        "Steps whose layers took one native call each, or two where chosen pages were read (page).",
         combine="max",
     ),
     counter(

@@ -137,7 +137,8 @@ void bind_page_cache(nb::module_& m) {
       .def("held", &PageCache::held)
       .def("taken", &PageCache::taken)
       .def("closed", &PageCache::closed)
-      .def("evictions", &PageCache::evictions);
+      .def("evictions", &PageCache::evictions)
+      .def("asked", &PageCache::asked);
 
   m.def(
       "locate",

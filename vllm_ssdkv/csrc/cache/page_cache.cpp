@@ -100,6 +100,7 @@ AskedPages PageCache::acquire(std::span<const int64_t> slots, std::span<const in
     }
     asked.which[static_cast<size_t>(page.asked)] = static_cast<int32_t>(asked.keys.size() - 1);
   }
+  asked_ += asked.keys.size();
   bring(asked, false);
   asked.framed = count_framed(std::move(framed));
   return asked;

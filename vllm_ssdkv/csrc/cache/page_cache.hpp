@@ -95,6 +95,7 @@ class PageCache {
   size_t taken() const { return taken_; }
   size_t closed() const { return closed_; }
   uint64_t evictions() const { return evictions_; }  // pages that made room for others
+  uint64_t asked() const { return asked_; }          // entries of all answers of acquire()
 
  private:
   struct Place {
@@ -144,6 +145,7 @@ class PageCache {
   size_t taken_ = 0;
   size_t closed_ = 0;
   uint64_t evictions_ = 0;
+  uint64_t asked_ = 0;
 };
 
 }  // namespace ssdkv

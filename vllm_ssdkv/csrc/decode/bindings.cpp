@@ -5,6 +5,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
@@ -12,6 +13,7 @@
 #include <cmath>
 #include <memory>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -146,7 +148,8 @@ struct BoundChoosingRows : ChoosingRows {
   BoundChoosingRows(std::shared_ptr<const Contexts> of, const Vector<std::int32_t>& tokens,
                     const Vector<std::int64_t>& positions, const Vector<std::uint64_t>& frames,
                     const Vector<std::int32_t>& slots_of,
-                    std::vector<std::shared_ptr<const BoundGroup>> alike)
+                    std::vector<std::shared_ptr<const BoundGroup>> alike, PageCache* places,
+                    const Vector<std::int64_t>& slots_in_store)
       : ChoosingRows{of->rows,
                      tokens.data(),
                      positions.data(),
@@ -156,12 +159,15 @@ struct BoundChoosingRows : ChoosingRows {
                      frames.data(),
                      nullptr,
                      0,
-                     {}},
+                     {},
+                     places,
+                     slots_in_store.data()},
         contexts(std::move(of)),
         groups_(std::move(alike)),
         token_(tokens),
         position_(positions),
-        frame_(frames) {
+        frame_(frames),
+        stored_(slots_in_store) {
     check_size(tokens, count, "token and position must be [rows]");
     check_size(positions, count, "token and position must be [rows]");
     for (std::int64_t r = 0; r < count; ++r) {
@@ -169,6 +175,9 @@ struct BoundChoosingRows : ChoosingRows {
       last_token = std::max<std::int64_t>(last_token, token[r]);
     }
     contexts->check_addresses(frames);
+    require(cache != nullptr || std::find(frame, frame + blocks, 0) == frame + blocks,
+            "a block has no frame, and there is no cache");
+    if (cache != nullptr) check_size(stored_, blocks, "each block has a slot");
     if (slots_of.shape(0) > 0) set_slots(slots_of);
     set_groups();
   }
@@ -213,8 +222,52 @@ struct BoundChoosingRows : ChoosingRows {
   Vector<std::int32_t> token_;
   Vector<std::int64_t> position_;
   Vector<std::uint64_t> frame_;
+  Vector<std::int64_t> stored_;
   Vector<std::int32_t> slot_;
 };
+
+struct BoundGuess : GuessedPages {
+  BoundGuess(std::int64_t of, const Vector<std::int64_t>& rows, const Vector<std::int32_t>& numbers,
+             const Vector<std::int32_t>& edges)
+      : GuessedPages{of,
+                     extent(rows.shape(0)),
+                     rows.data(),
+                     {extent(numbers.shape(0)), numbers.data(), edges.data()}},
+        row_(rows),
+        pages_(numbers),
+        begin_(edges) {}
+
+  void check(const ChoosingRows& rows, std::int64_t heads) const {
+    const std::int64_t size = count * heads;
+    require(extent(begin_.shape(0)) == size + 1 && lists.begin[0] == 0 &&
+                lists.begin[size] == lists.count &&
+                std::is_sorted(lists.begin, lists.begin + size + 1),
+            "the lists' edges do not fit their pages");
+    for (std::int64_t list = 0; list < size; ++list) {
+      const std::int64_t of = row[list / heads];
+      require(of >= 0 && of < rows.count, "a guess is of other rows");
+      const std::int64_t end = rows.first_page[of + 1] - rows.first_page[of];
+      for (std::int64_t i = lists.begin[list]; i < lists.begin[list + 1]; ++i) {
+        require(lists.pages[i] >= 0 && lists.pages[i] < end,
+                "a page lies outside its row's context");
+      }
+    }
+  }
+
+ private:
+  Vector<std::int64_t> row_;
+  Vector<std::int32_t> pages_, begin_;
+};
+
+template <typename T>
+ArrayOut<T> copied(const std::vector<T>& values) {
+  return to_numpy(std::vector<T>(values));
+}
+
+template <typename T>
+ArrayOut<T> copied(const T* values, std::int64_t count) {
+  return to_numpy(std::vector<T>(values, values + count));
+}
 
 class BoundPlan {
  public:
@@ -225,19 +278,11 @@ class BoundPlan {
             std::int64_t threads)
       : window_(std::move(window)),
         streamed_(std::move(streamed)),
-        choosing_(std::move(choosing)),
         hbm_(hbm),
-        plan_{hbm,
-              slot,
-              header_bytes,
-              tokens,
-              threads,
-              window_.get(),
-              {},
-              choosing_.get(),
-              {chooses.begin(), chooses.end()},
-              {},
-              {}} {
+        plan_{hbm,    slot,    header_bytes,
+              tokens, threads, window_.get(),
+              {},     nullptr, {chooses.begin(), chooses.end()},
+              {},     {}} {
     attention::check_threads(threads);
     require(header_bytes >= 0 && tokens >= 0, "header_bytes or tokens out of range");
     require(hbm.payload() == slot.payload() && hbm.groups() == slot.groups() &&
@@ -249,13 +294,17 @@ class BoundPlan {
       check_queries(*blocks->bound);
       plan_.streamed.push_back(blocks.get());
     }
-    require(choosing_ || std::find(chooses.begin(), chooses.end(), true) == chooses.end(),
-            "nobody chooses");
+    choose(std::move(choosing));
+  }
+
+  void choose(std::shared_ptr<const BoundChoosingRows> choosing) {
+    choosing_ = std::move(choosing);
+    plan_.choosing = choosing_.get();
     if (!choosing_) return;
-    require(choosing_->last_token < tokens, "a row's query lies outside the state");
+    require(choosing_->last_token < plan_.tokens, "a row's query lies outside the state");
     const BlockShape& shape = choosing_->contexts->shape;
-    require(shape.kv_heads == hbm.kv_heads && shape.groups() == hbm.groups() &&
-                shape.payload() == hbm.payload(),
+    require(shape.kv_heads == hbm_.kv_heads && shape.groups() == hbm_.groups() &&
+                shape.payload() == hbm_.payload(),
             "contexts and windows differ in their blocks");
   }
 
@@ -263,7 +312,7 @@ class BoundPlan {
       std::int64_t layer, const Vectors& query, std::uint64_t cache, std::int64_t blocks,
       std::int64_t block_stride, const Vectors& out, double scale, attention::AttentionClock& clock,
       std::optional<std::int64_t> sliding_window, const std::optional<Vector<float>>& sinks,
-      bool tell) {
+      bool tell, std::size_t room, const BoundGuess* guess) {
     require(layer >= 0 && layer < extent(streamed_.size()), "there is no such layer");
     hbm_.check_heads(query.heads);
     for (const Vectors* part : {&query, &out}) {
@@ -278,24 +327,83 @@ class BoundPlan {
             "block_stride is smaller than the pages of one block");
     require(!sliding_window || *sliding_window > 0, "sliding_window must be positive");
     if (sinks) check_size(*sinks, query.heads, "sinks must be [q_heads]");
-    const LayerOperands operands{
-        layer,
-        query,
-        out,
-        cache,
-        block_stride,
-        static_cast<float>(scale),
-        std::min(sliding_window.value_or(attention::kUnbounded), attention::kUnbounded),
-        sinks ? sinks->data() : nullptr};
-    ChosenPages chosen;
+    if (guess != nullptr) {
+      require(choosing_ && choosing_->cache != nullptr, "there is nothing to look up in");
+      guess->check(*choosing_, hbm_.kv_heads);
+    }
+    operands_ = {layer,
+                 query,
+                 out,
+                 cache,
+                 block_stride,
+                 static_cast<float>(scale),
+                 std::min(sliding_window.value_or(attention::kUnbounded), attention::kUnbounded),
+                 sinks ? sinks->data() : nullptr,
+                 room,
+                 guess};
     {
       const Unlocked unlocked;
-      chosen = decode::run_layer(plan_, operands, clock);
+      stopped_ = !decode::run_layer(plan_, operands_, clock);
     }
-    if (!tell || chosen.count == 0) return std::nullopt;
-    const std::int64_t lists = plan_.choosing->count * hbm_.kv_heads;
-    return std::pair{to_numpy(std::vector<std::int32_t>(chosen.pages, chosen.pages + chosen.count)),
-                     to_numpy(std::vector<std::int32_t>(chosen.begin, chosen.begin + lists + 1))};
+    const ChosenPages& chosen = plan_.work.chosen;
+    if (stopped_ || !tell || chosen.count == 0) return std::nullopt;
+    return std::pair{copied(chosen.pages, chosen.count),
+                     copied(chosen.begin, choosing_->count * hbm_.kv_heads + 1)};
+  }
+
+  bool stopped() const { return stopped_; }
+
+  // Of each group: pages, edges of their lists, mass, and by what they were chosen, if by anything:
+  // weights of all pages, and the windows' mass.
+  nb::list choices() const {
+    nb::list made;
+    for (std::size_t g = 0; g < plan_.work.groups.size(); ++g) {
+      const GroupWork& work = plan_.work.groups[g];
+      const ListedPages* const listed = choosing_->groups[g].listed;
+      const std::int64_t lists = choosing_->groups[g].count * hbm_.kv_heads;
+      if (listed != nullptr) {
+        made.append(nb::make_tuple(copied(listed->pages, listed->begin[lists]),
+                                   copied(listed->begin, lists + 1), nb::none(), nb::none(),
+                                   nb::none()));
+        continue;
+      }
+      made.append(nb::make_tuple(copied(work.chosen.columns), copied(work.chosen.begin),
+                                 copied(work.chosen.mass), copied(work.weights),
+                                 copied(work.window_mass)));
+    }
+    return made;
+  }
+
+  // As PageCache::acquire() answers for all pages.
+  nb::object asked() const {
+    const WorkSpace& work = plan_.work;
+    if (!stopped_ || !work.asked) return nb::none();
+    std::vector<std::int32_t> which(static_cast<std::size_t>(work.chosen.count), kNoPlace);
+    for (std::size_t i = 0; i < work.outside.size(); ++i) {
+      which[static_cast<std::size_t>(work.outside[i])] = work.asked->which[i];
+    }
+    return nb::make_tuple(to_numpy(std::move(which)), copied(work.asked->keys),
+                          copied(work.asked->places), work.asked->held, work.asked->framed,
+                          work.asked->coming, work.asked->guessed);
+  }
+
+  void resume(const Vector<std::uint64_t>& address, const Vector<std::int64_t>& position,
+              const Vector<std::int32_t>& begin, const Vector<std::int32_t>& end,
+              attention::AttentionClock& clock) {
+    require(stopped_, "no layer has stopped");
+    const std::int64_t lists = choosing_->count * hbm_.kv_heads, pages = extent(address.shape(0));
+    check_size(position, pages, "address and position differ in length");
+    check_size(begin, lists, "begin and end must be [rows * kv_heads]");
+    check_size(end, lists, "begin and end must be [rows * kv_heads]");
+    for (std::int64_t i = 0; i < lists; ++i) {
+      require(begin.data()[i] >= 0 && begin.data()[i] <= end.data()[i] && end.data()[i] <= pages,
+              "a list reaches beyond the pages");
+    }
+    require(plan_.work.attended + pages <= plan_.work.chosen.count, "more pages than were chosen");
+    const Unlocked unlocked;
+    decode::resume(plan_, operands_,
+                   {pages, address.data(), position.data(), begin.data(), end.data()}, clock);
+    stopped_ = plan_.work.attended < plan_.work.chosen.count;
   }
 
   const ChoiceTotals& totals() const { return plan_.totals; }
@@ -310,6 +418,8 @@ class BoundPlan {
   std::shared_ptr<const BoundChoosingRows> choosing_;
   BlockShape hbm_;
   StepPlan plan_;
+  LayerOperands operands_{};
+  bool stopped_ = false;
 };
 
 }  // namespace
@@ -355,23 +465,38 @@ KV head h of row r has ``pages[begin[i]..begin[i + 1]]``, ``i = r * kv_heads + h
                                 R"(Rows of one query each that choose pages of their contexts.
 
 ``token`` and ``position [R]`` are those of the queries; ``frame [B]``: address of each block's
-frame; ``slot [B]``: number of its slot, from 0; empty: no two blocks have the same. Each row is in
-one of the ``groups``.)")
+frame, 0 where it has none; ``slot [B]``: number of its slot, from 0; empty: no two blocks have the
+same. Each row is in one of the ``groups``. Pages without a frame are looked up in the ``cache``, by
+the slots of the store, ``stored [B]``; None: there are none.)")
       .def(nb::init<std::shared_ptr<const Contexts>, const Vector<std::int32_t>&,
                     const Vector<std::int64_t>&, const Vector<std::uint64_t>&,
-                    const Vector<std::int32_t>&, std::vector<std::shared_ptr<const BoundGroup>>>(),
-           nb::arg("contexts"), nb::arg("token").noconvert(), nb::arg("position").noconvert(),
-           nb::arg("frame").noconvert(), nb::arg("slot").noconvert(), nb::arg("groups"));
+                    const Vector<std::int32_t>&, std::vector<std::shared_ptr<const BoundGroup>>,
+                    PageCache*, const Vector<std::int64_t>&>(),
+           nb::keep_alive<1, 8>(), nb::arg("contexts"), nb::arg("token").noconvert(),
+           nb::arg("position").noconvert(), nb::arg("frame").noconvert(),
+           nb::arg("slot").noconvert(), nb::arg("groups"), nb::arg("cache").none(),
+           nb::arg("stored").noconvert());
+  nb::class_<BoundGuess>(module, "GuessedPages",
+                         R"(Pages that some rows will probably choose in a ``layer``.
+
+``rows [r]``: their numbers among those that choose; ``pages`` and ``begin`` as of ``ListedPages``.)")
+      .def(nb::init<std::int64_t, const Vector<std::int64_t>&, const Vector<std::int32_t>&,
+                    const Vector<std::int32_t>&>(),
+           nb::arg("layer"), nb::arg("rows").noconvert(), nb::arg("pages").noconvert(),
+           nb::arg("begin").noconvert());
   nb::class_<ChoiceTotals>(module, "ChoiceTotals", "Sums over the layers that have run.")
       .def_ro("lists", &ChoiceTotals::lists, "Lists of pages.")
       .def_ro("selected", &ChoiceTotals::selected, "Pages in them.")
       .def_ro("context", &ChoiceTotals::context, "Pages that there were to choose from.")
-      .def_ro("framed", &ChoiceTotals::framed,
-              "Pages in the lists; those of several lists of a layer count once.")
+      .def_ro(
+          "framed", &ChoiceTotals::framed,
+          "Pages in the lists that lie in frames; those of several lists of a layer count once. "
+          "This and the next one leave out layers that stopped.")
+      .def_ro("held", &ChoiceTotals::held, "Likewise, that the cache has.")
       .def_ro("unmet", &ChoiceTotals::unmet, "Lists without the mass that was wanted.")
       .def_ro("missing", &ChoiceTotals::missing,
               "Softmax mass outside windows and lists, by estimate.");
-  nb::class_<BoundPlan>(module, "StepPlan", R"(Attention of a step whose contexts lie in memory.
+  nb::class_<BoundPlan>(module, "StepPlan", R"(Attention of a step.
 
 Made once per step, then run once per layer, in any order, by one thread at a time. ``streamed``
 and ``chooses`` have an entry for each layer: the contexts that are attended to whole, and whether
@@ -386,12 +511,39 @@ the rows that choose do so.)")
       .def("run_layer", &BoundPlan::run_layer, nb::arg("layer"), nb::arg("query"), nb::arg("cache"),
            nb::arg("blocks"), nb::arg("block_stride"), nb::arg("out"), nb::arg("scale"),
            nb::arg("clock"), nb::arg("sliding_window").none(), nb::arg("sinks").noconvert().none(),
-           nb::arg("tell"),
+           nb::arg("tell"), nb::arg("room"), nb::arg("guess").none(),
            R"(Attend to windows and contexts of a layer, and write ``out``.
 
 ``cache``: address of the first of so many ``blocks`` in HBM, ``block_stride`` bytes apart.
 ``sliding_window``: of the keys in HBM; ``sinks [q_heads]``: logits of attention sinks. To ``tell``
-is to answer with the pages that were chosen, if any, and the edges of their lists.)")
+is to answer with the pages that were chosen, if any, and the edges of their lists. Where chosen
+pages are not in memory, or pages of the ``guess``, the layer has stopped: :meth:`resume` goes on.
+Places are taken for up to ``room`` distinct pages.)")
+      .def("choose", &BoundPlan::choose, nb::arg("choosing").none(),
+           "These rows choose from now on.")
+      .def_prop_ro("stopped", &BoundPlan::stopped, "Whether somebody has to read for the layer.")
+      .def("choices", &BoundPlan::choices,
+           nb::sig("def choices(self) -> list[tuple[NDArray[numpy.int32], NDArray[numpy.int32], "
+                   "NDArray[numpy.float32] | None, NDArray[numpy.float32] | None, "
+                   "NDArray[numpy.float32] | None]]"),
+           R"(What each group has chosen in the layer: pages, and edges of their lists.
+
+Then, if pages have weights, the mass of each list and its window, weights of all pages, and masses
+of the windows.)")
+      .def(
+          "asked", &BoundPlan::asked,
+          nb::sig("def asked(self) -> tuple[NDArray[numpy.int32], NDArray[numpy.int64], "
+                  "NDArray[numpy.int32], int, int, int, int] | None"),
+          R"(What a layer that has stopped has taken for its pages, as ``PageCache.acquire`` answers.
+
+None: nothing, because there was no room.)")
+      .def("resume", &BoundPlan::resume, nb::arg("address").noconvert(),
+           nb::arg("position").noconvert(), nb::arg("begin").noconvert(),
+           nb::arg("end").noconvert(), nb::arg("clock"),
+           R"(Go on with a layer that has stopped: attend to some of the chosen pages.
+
+``address`` and ``position [P]``; ``begin`` and ``end [R * kv_heads]`` of the lists in these. The
+call that brings the last ones ends the layer.)")
       .def_prop_ro("totals", &BoundPlan::totals, "Sums over the layers that have run.");
 }
 

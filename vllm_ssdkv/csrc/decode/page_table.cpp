@@ -1,41 +1,124 @@
 #include "decode/page_table.hpp"
 
 #include <algorithm>
-#include <cstddef>
+#include <vector>
 
 namespace ssdkv::decode {
+namespace {
 
-std::int64_t look_up(StepPlan& plan, std::int64_t layer, const ChosenPages& chosen) {
+std::int64_t groups_of(const StepPlan& plan) {
+  return plan.slot.block_tokens / plan.slot.page_tokens;
+}
+
+std::int64_t layer_pages(const StepPlan& plan) { return plan.slot.kv_heads * groups_of(plan); }
+
+// Visits each page of a row's lists: its index, its number in the row's context, its block, and its
+// number within a layer's part of a slot.
+template <typename Visit>
+void each_page(const StepPlan& plan, std::int64_t row, const std::int32_t* begin,
+               const std::int32_t* pages, const Visit& visit) {
+  const std::int64_t groups = groups_of(plan), first = plan.choosing->row_begin[row];
+  for (std::int64_t head = 0; head < plan.slot.kv_heads; ++head) {
+    for (std::int64_t i = begin[head]; i < begin[head + 1]; ++i) {
+      const std::int64_t page = pages[i];
+      visit(i, page, first + page / groups, head * groups + page % groups);
+    }
+  }
+}
+
+// Writes addresses and positions, and lists the pages without a frame. Returns how many distinct
+// ones there are in frames.
+std::int64_t locate(StepPlan& plan, std::int64_t layer) {
   const ChoosingRows& rows = *plan.choosing;
-  const attention::PageLayout& slot = plan.slot;
-  const std::int64_t groups = slot.block_tokens / slot.page_tokens;
-  const std::int64_t slot_pages = slot.kv_heads * groups;
   WorkSpace& work = plan.work;
+  const ChosenPages& chosen = work.chosen;
+  const std::int64_t slot_pages = layer_pages(plan);
   work.address.resize(static_cast<std::size_t>(chosen.count));
   work.position.resize(static_cast<std::size_t>(chosen.count));
+  work.outside.clear();
+  work.slots.clear();
+  work.numbers.clear();
   const bool shared = rows.slot != nullptr;
   if (shared) work.seen.assign(static_cast<std::size_t>((rows.slots * slot_pages + 63) / 64), 0);
   std::int64_t again = 0;
   const std::int64_t offset = plan.layer_offset(layer);
-  for (std::int64_t list = 0; list < rows.count * slot.kv_heads; ++list) {
-    const std::int64_t first = rows.row_begin[list / slot.kv_heads];
-    const std::int64_t head_page = list % slot.kv_heads * groups;
-    for (std::int64_t i = chosen.begin[list]; i < chosen.begin[list + 1]; ++i) {
-      const std::int64_t page = chosen.pages[i];
-      const std::int64_t block = first + page / groups, number = head_page + page % groups;
-      const auto at = static_cast<std::size_t>(i);
-      work.address[at] =
-          rows.frame[block] + static_cast<std::uint64_t>(offset + number * slot.page_stride);
-      work.position[at] = page * slot.page_tokens;
-      if (!shared) continue;
-      const std::int64_t bit = rows.slot[block] * slot_pages + number;
-      std::uint64_t& word = work.seen[static_cast<std::size_t>(bit / 64)];
-      const std::uint64_t mask = std::uint64_t{1} << (bit % 64);
-      again += (word & mask) != 0;
-      word |= mask;
+  const auto place = [&](std::int64_t i, std::int64_t page, std::int64_t block,
+                         std::int64_t number) {
+    const auto at = static_cast<std::size_t>(i);
+    work.position[at] = page * plan.slot.page_tokens;
+    if (rows.frame[block] == 0) {
+      work.outside.push_back(static_cast<std::int32_t>(i));
+      work.slots.push_back(rows.stored[block]);
+      work.numbers.push_back(layer * slot_pages + number);
+      return;
     }
+    work.address[at] =
+        rows.frame[block] + static_cast<std::uint64_t>(offset + number * plan.slot.page_stride);
+    if (!shared) return;
+    const std::int64_t bit = rows.slot[block] * slot_pages + number;
+    std::uint64_t& word = work.seen[static_cast<std::size_t>(bit / 64)];
+    const std::uint64_t mask = std::uint64_t{1} << (bit % 64);
+    again += (word & mask) != 0;
+    word |= mask;
+  };
+  for (std::int64_t row = 0; row < rows.count; ++row) {
+    each_page(plan, row, chosen.begin + row * plan.slot.kv_heads, chosen.pages, place);
   }
-  return chosen.count - again;
+  return chosen.count - static_cast<std::int64_t>(work.outside.size()) - again;
+}
+
+// Whether no more than `room` distinct pages lie outside frames.
+bool fits(const StepPlan& plan, std::size_t room) {
+  const WorkSpace& work = plan.work;
+  if (work.outside.size() <= room) return true;
+  std::vector<std::int64_t> keys(work.outside.size());
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    keys[i] = plan.choosing->cache->key(work.slots[i], work.numbers[i]);
+  }
+  std::sort(keys.begin(), keys.end());
+  return static_cast<std::size_t>(std::unique(keys.begin(), keys.end()) - keys.begin()) <= room;
+}
+
+// Whether each page that was guessed lies in a frame or in the cache.
+bool all_here(const StepPlan& plan, const GuessedPages& guess) {
+  const ChoosingRows& rows = *plan.choosing;
+  std::vector<std::int64_t> slots, numbers;
+  for (std::int64_t i = 0; i < guess.count; ++i) {
+    each_page(plan, guess.row[i], guess.lists.begin + i * plan.slot.kv_heads, guess.lists.pages,
+              [&](std::int64_t, std::int64_t, std::int64_t block, std::int64_t number) {
+                if (rows.frame[block] != 0) return;
+                slots.push_back(rows.stored[block]);
+                numbers.push_back(guess.layer * layer_pages(plan) + number);
+              });
+  }
+  const std::vector<std::uint8_t> held = rows.cache->holds(slots, numbers);
+  return std::find(held.begin(), held.end(), 0) == held.end();
+}
+
+}  // namespace
+
+bool look_up(StepPlan& plan, std::int64_t layer, std::size_t room, const GuessedPages* guess) {
+  WorkSpace& work = plan.work;
+  const std::int64_t framed = locate(plan, layer);
+  work.asked.reset();
+  if (work.chosen.count > 0 && (!work.outside.empty() || guess != nullptr)) {
+    if (!fits(plan, room)) return false;
+    PageCache& cache = *plan.choosing->cache;
+    work.no_frame.assign(work.outside.size(), 0);
+    work.asked = cache.acquire(work.slots, work.numbers, work.no_frame);
+    AskedPages& asked = *work.asked;
+    asked.framed = static_cast<std::size_t>(framed);
+    if (asked.held < asked.keys.size() || asked.coming > 0 || asked.guessed > 0) return false;
+    if (guess != nullptr && !all_here(plan, *guess)) return false;
+    const FoundPages found =
+        cache.find(work.numbers, work.no_frame, asked.which, asked.keys, asked.places);
+    for (std::size_t i = 0; i < work.outside.size(); ++i) {
+      work.address[static_cast<std::size_t>(work.outside[i])] = found.address[i];
+    }
+    plan.totals.held += static_cast<std::int64_t>(asked.held);
+  }
+  plan.totals.framed += framed;
+  return true;
 }
 
 }  // namespace ssdkv::decode

@@ -1,15 +1,25 @@
 // Look-up of chosen pages: where each lies in DRAM.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
-#include "decode/choice.hpp"
 #include "decode/step_plan.hpp"
 
 namespace ssdkv::decode {
 
-// Writes address and position of each page to the plan's work space. Returns how many distinct
-// pages there are.
-std::int64_t look_up(StepPlan& plan, std::int64_t layer, const ChosenPages& chosen);
+// Pages that some rows will probably choose in another layer.
+struct GuessedPages {
+  std::int64_t layer;
+  std::int64_t count;       // of rows
+  const std::int64_t* row;  // [count]: their numbers among those that choose
+  ChosenPages lists;        // of these rows
+};
+
+// Writes address and position of each page that was chosen to the plan's work space. Takes places
+// for pages without a frame, up to `room` distinct ones. Returns whether all lie in memory, none of
+// them because it was read ahead, and all of `guess`, if any: else somebody has to read, for this
+// layer or ahead, and what was taken is his.
+bool look_up(StepPlan& plan, std::int64_t layer, std::size_t room, const GuessedPages* guess);
 
 }  // namespace ssdkv::decode

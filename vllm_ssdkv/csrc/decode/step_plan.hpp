@@ -4,10 +4,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "attention/problem.hpp"
 #include "attention/sparse.hpp"
+#include "cache/page_cache.hpp"
 
 namespace ssdkv::decode {
 
@@ -51,7 +53,7 @@ struct ChoosingGroup {
   const ListedPages* listed;       // or this; the other is null
 };
 
-// Rows of one query each that choose pages of their contexts, all of whose blocks have a frame.
+// Rows of one query each that choose pages of their contexts.
 struct ChoosingRows {
   std::int64_t count;
   const std::int32_t* token;       // [rows]: their queries
@@ -59,11 +61,14 @@ struct ChoosingRows {
   const std::int32_t* row_begin;   // [rows]: of their blocks
   const std::int64_t* first_page;  // [rows + 1], likewise
   std::int64_t blocks;
-  const std::uint64_t* frame;  // [blocks]: addresses
+  const std::uint64_t* frame;  // [blocks]: addresses; 0: it has none
   // Blocks of one slot, which several rows may share, have one number; null: no slot is shared.
   const std::int32_t* slot;
   std::int64_t slots;
   std::vector<ChoosingGroup> groups;  // each row is in one
+  // Where pages of blocks without a frame are looked up; null: all blocks have one.
+  PageCache* cache;
+  const std::int64_t* stored;  // [blocks]: slots of the store
 };
 
 // Pages of each row and KV head, numbered from the start of the row's context, ascending.
@@ -73,12 +78,14 @@ struct ChosenPages {
   const std::int32_t* begin;  // [rows * kv_heads + 1]
 };
 
-// Sums over the layers that have run.
+// Sums over the layers that have run. Pages in several lists of a layer count once in `framed`
+// and `held`, which leave out the layers that somebody had to read for.
 struct ChoiceTotals {
   std::int64_t lists = 0;     // a row, layer and KV head has one
   std::int64_t selected = 0;  // pages in them
   std::int64_t context = 0;   // pages that there were to choose from
-  std::int64_t framed = 0;    // pages in them, those of several lists of a layer counted once
+  std::int64_t framed = 0;    // pages in them that lie in frames
+  std::int64_t held = 0;      // pages in them that the cache has
   std::int64_t unmet = 0;     // lists that have not the mass that was wanted
   double missing = 0;         // softmax mass outside windows and lists, by estimate
 };
@@ -99,6 +106,13 @@ struct WorkSpace {
   std::vector<GroupWork> groups;
   std::vector<std::int32_t> pages, begin;  // lists of all groups together
   std::vector<float> mass;
+  ChosenPages chosen{};       // of all rows
+  std::int64_t attended = 0;  // pages of these that have been attended to
+  // Pages without a frame: which of those chosen, and where they are looked up.
+  std::vector<std::int32_t> outside;
+  std::vector<std::int64_t> slots, numbers;
+  std::vector<std::uint64_t> no_frame;
+  std::optional<AskedPages> asked;  // what was taken for them; nothing: there was no room
 };
 
 struct StepPlan {

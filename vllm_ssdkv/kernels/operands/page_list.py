@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm_ssdkv import _kernels
 from vllm_ssdkv.kernels.operands.block_layout import IntArray, on_host
@@ -65,21 +66,33 @@ class PageList:
         if mask is not None and (len(mask.shape) != 2 or mask.shape[0] != pages[0]):
             raise ValueError(f"a token mask must be [{pages[0]}, page_tokens], got {mask.shape}")
 
+    def on_host(
+        self,
+    ) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
+        """Address and position of the pages, begin and end of the lists, on the host."""
+        return (
+            on_host(self.address, np.uint64),
+            on_host(self.position, np.int64),
+            on_host(self.begin, np.int32),
+            on_host(self.end, np.int32),
+        )
+
     @cached_property
     def bound(self) -> tuple[_kernels.Rows, _kernels.Pages]:
         """The lists, on the host, as native kernels take them: checked."""
+        address, position, begin, end = self.on_host()
         rows = _kernels.Rows(
             on_host(self.query_token, np.int32),
             None,
             on_host(self.query_position, np.int64),
-            on_host(self.begin, np.int32),
-            on_host(self.end, np.int32),
+            begin,
+            end,
             list_per_head=True,
         )
         mask = self.token_mask
         pages = _kernels.Pages(
-            on_host(self.address, np.uint64),
-            on_host(self.position, np.int64),
+            address,
+            position,
             None if mask is None else on_host(mask, np.uint8),
         )
         return rows, pages

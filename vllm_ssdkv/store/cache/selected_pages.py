@@ -110,12 +110,10 @@ class SelectedPageCache:
         policy: Which page goes when its place is needed.
         """
         self.places = places
-        self.asked = 0
-        """Distinct pages in each call of :meth:`acquire`, since the start."""
         self._offset = offset
         self._page_bytes = geometry.page_bytes
         self._pages = geometry.pages
-        self._tables = _io.PageCache(
+        self.tables = _io.PageCache(
             memory.address + offset,
             geometry.page_bytes,
             geometry.header_bytes,
@@ -129,9 +127,7 @@ class SelectedPageCache:
     def acquire(self, pages: Pages) -> Asked:
         """Take the places of pages that queries need; the others get one, to be read into."""
         self._collect()
-        asked = Asked(*self._tables.acquire(pages.slots, pages.numbers, pages.frames))
-        self.asked += len(asked.keys)
-        return asked
+        return Asked(*self.tables.acquire(pages.slots, pages.numbers, pages.frames))
 
     def prefetch(
         self,
@@ -155,7 +151,7 @@ class SelectedPageCache:
         self._collect()
         if devices is None or quota is None:
             devices, quota = np.zeros(0, dtype=np.uint16), np.zeros(0, dtype=np.int64)
-        return self._tables.prefetch(
+        return self.tables.prefetch(
             pages.slots, pages.numbers, pages.frames, begin, limit, devices, quota
         )
 
@@ -174,22 +170,22 @@ class SelectedPageCache:
     ) -> None:
         """The reads of these pages have ended, [n]: those that are ``good`` are held from now on,
         having come from these devices. All stay taken."""
-        self._tables.complete(keys, places, good.view(np.uint8), devices)
+        self.tables.complete(keys, places, good.view(np.uint8), devices)
 
     def find(self, asked: Asked, pages: Pages) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
         """Absolute address of each page that was asked for, and whether it is there, [n]."""
-        address, here = self._tables.find(
+        address, here = self.tables.find(
             pages.numbers, pages.frames, asked.which, asked.keys, asked.places
         )
         return address, here.view(np.bool_)
 
     def holds(self, pages: Pages) -> NDArray[np.bool_]:
         """Mask of pages that are held, [n]; they count as used no more than before."""
-        return self._tables.holds(pages.slots, pages.numbers).view(np.bool_)
+        return self.tables.holds(pages.slots, pages.numbers).view(np.bool_)
 
     def release(self, places: NDArray[np.int32]) -> None:
         """End the use of taken places; ``NO_PLACE`` entries are skipped. One call per use."""
-        self._tables.release(places)
+        self.tables.release(places)
 
     def lend(self, places: NDArray[np.int32], batch: Overdue) -> None:
         """Taken places into which a read may still write: they are out of use until it ends."""
@@ -206,35 +202,41 @@ class SelectedPageCache:
     @property
     def open_places(self) -> int:
         """Places that are not closed."""
-        return self.places - self._tables.closed()
+        return self.places - self.tables.closed()
 
     @property
     def evictions(self) -> int:
         """Pages that made room for others since the start."""
-        return self._tables.evictions()
+        return self.tables.evictions()
+
+    @property
+    def asked(self) -> int:
+        """Distinct pages outside frames that queries have asked for since the start; those of a
+        layer or turn count once."""
+        return self.tables.asked()
 
     def held_in(self, firsts: NDArray[np.int32], length: int) -> NDArray[np.int32]:
         """Pages in the ``length`` places from each of these on, [n]; -1 where one is taken."""
-        return self._tables.held_in(firsts, length)
+        return self.tables.held_in(firsts, length)
 
     def close(self, firsts: NDArray[np.int32], length: int) -> NDArray[np.bool_]:
         """Take the ``length`` places from each of these on out of use, whatever they hold, where
         none of them is taken; where that was so, [n]."""
-        return self._tables.close(firsts, length).view(np.bool_)
+        return self.tables.close(firsts, length).view(np.bool_)
 
     def open(self, firsts: NDArray[np.int32], length: int) -> None:
         """Closed places may be used again."""
-        self._tables.open(firsts, length)
+        self.tables.open(firsts, length)
 
     # ---- counts ----
 
     def forget(self, slots: NDArray[np.int64]) -> None:
         """The content of these slots changes."""
-        self._tables.forget(slots)
+        self.tables.forget(slots)
 
     def step(self, rates: NDArray[np.float64]) -> None:
         """Queries of the next token follow. ``rates``: how fast each device is, in any unit."""
-        self._tables.step(1.0 / rates)
+        self.tables.step(1.0 / rates)
 
     def buffer_offset(self, places: NDArray[np.int32]) -> NDArray[np.uint64]:
         """Byte offsets in the arena, as the I/O engine wants them."""
@@ -242,11 +244,11 @@ class SelectedPageCache:
 
     def held(self) -> int:
         """Places that hold a page."""
-        return self._tables.held()
+        return self.tables.held()
 
     def taken(self) -> int:
         """Places that somebody uses or reads into."""
-        return self._tables.taken()
+        return self.tables.taken()
 
     def _collect(self) -> None:
         if not self._lent:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ssdkv import _io
 from vllm_ssdkv.store.cache.selected_pages import NO_PLACE, Asked, Pages, SelectedPageCache
 from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
 from vllm_ssdkv.store.io.digest_source import SlotExtents, TableDigests
@@ -84,16 +85,23 @@ class PageFetcher:
         """Slots that could not be read, and may be later, since the last :meth:`take_unread`."""
 
     @property
+    def tables(self) -> _io.PageCache:
+        """Tables of the pages that are held, for who takes places himself: see :meth:`start`."""
+        return self._cache.tables
+
+    @property
     def room(self) -> int:
         """Distinct pages that one fetch can bring at least, whatever is being read ahead. What does
         not fit is fetched in turns."""
         usable = self._cache.usable()
         return usable - usable // 2
 
-    def start(self, pages: Pages) -> Fetch:
-        """Start to read what has to be read. Does not block. Pages may repeat."""
-        self._settle_ahead(wait=False)
-        asked = self._cache.acquire(pages)
+    def start(self, pages: Pages, asked: Asked | None = None) -> Fetch:
+        """Start to read what has to be read. Does not block. Pages may repeat. ``asked``: what the
+        tables have answered already."""
+        if asked is None:
+            self._settle_ahead(wait=False)
+            asked = self._cache.acquire(pages)
         keys, places = asked.keys[asked.held :], asked.places[asked.held :]
         count = int(np.count_nonzero(places != NO_PLACE)) if len(places) else 0  # the first ones
         read = self._submit(keys[:count], places[:count]) if count else None
@@ -128,6 +136,11 @@ class PageFetcher:
     def settle(self) -> None:
         """Take in what was read ahead and has arrived by now; what uses no fetch calls this."""
         self._settle_ahead(wait=False)
+
+    def pass_over(self) -> None:
+        """Note that a layer needed no fetch: all of its pages were in memory."""
+        self._idle.asked(self._load(()))
+        self._idle.arrived()
 
     def on_the_way(self) -> int:
         """Pages that are being read ahead."""

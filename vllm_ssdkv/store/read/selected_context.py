@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
 from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache, count_distinct
-from vllm_ssdkv.store.cache.selected_pages import Pages
+from vllm_ssdkv.store.cache.selected_pages import Asked, Pages
 from vllm_ssdkv.store.cache.summaries import NO_ROW, SummaryTable
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.summary_rows import channel_bytes
@@ -195,9 +195,14 @@ class SelectedContexts:
         return self._summaries.layer_bytes
 
     @property
-    def read_in_place(self) -> bool:
-        """Check whether all pages lie in frames, and are attended to there."""
-        return self.in_frames and self._hot is None
+    def read_in_dram(self) -> bool:
+        """Check whether pages are attended to where they lie in DRAM."""
+        return self._hot is None
+
+    @property
+    def tables(self) -> _io.PageCache | None:
+        """Tables of the pages of blocks without a frame; None: all blocks have one."""
+        return None if self.in_frames else self._fetcher.tables
 
     @property
     def frame_address(self) -> NDArray[np.uint64]:
@@ -210,9 +215,15 @@ class SelectedContexts:
             return np.zeros(0, dtype=np.int32)
         return np.unique(self.slots, return_inverse=True)[1].astype(np.int32)
 
-    def settle_reads(self) -> None:
-        """Take in pages that were read ahead for this step, which fetches none."""
+    def settle_reads(self) -> int:
+        """Take in pages that were read ahead for who takes places in :attr:`tables` himself;
+        :attr:`room`."""
         self._fetcher.settle()
+        return self._fetcher.room
+
+    def pass_over(self) -> None:
+        """Note that a layer needed no fetch."""
+        self._fetcher.pass_over()
 
     @property
     def layers(self) -> int:
@@ -349,18 +360,18 @@ class SelectedContexts:
         pages = Pages(self.slots[blocks], numbers, self._frame_address[blocks])
         return BlockPages(pages, blocks.astype(np.int32))
 
-    def fetch(self, wanted: BlockPages) -> Fetch:
+    def fetch(self, wanted: BlockPages, asked: Asked | None = None) -> Fetch:
         """Start to bring at most :attr:`room` pages to DRAM; does not block. End it with
         :meth:`release`.
 
-        Pages may repeat.
+        Pages may repeat. ``asked``: what the :attr:`tables` have answered already.
         """
-        return self._start(wanted, self.fetched)
+        return self._start(wanted, self.fetched, asked)
 
-    def fetch_hot(self, wanted: BlockPages) -> Fetch | GpuFetch:
+    def fetch_hot(self, wanted: BlockPages, asked: Asked | None = None) -> Fetch | GpuFetch:
         """The same, to where the device that attends reads them best: its own memory, or DRAM."""
         if self._hot is None:
-            return self.fetch(wanted)
+            return self.fetch(wanted, asked)
         fetch = self._hot.start(wanted.pages)
         self.fetched.hot += fetch.asked.held
         self._count(fetch.below, self.fetched)
@@ -370,8 +381,8 @@ class SelectedContexts:
         """The same for :meth:`channel_pages`, which are counted apart."""
         return self._start(wanted, self.fetched_channels)
 
-    def _start(self, wanted: BlockPages, counts: PageCounts) -> Fetch:
-        fetch = self._fetcher.start(wanted.pages)
+    def _start(self, wanted: BlockPages, counts: PageCounts, asked: Asked | None = None) -> Fetch:
+        fetch = self._fetcher.start(wanted.pages, asked)
         self._count(fetch, counts)
         return fetch
 
