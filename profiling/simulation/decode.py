@@ -185,7 +185,15 @@ class _Run:
         # The link to the accelerator, and the one that all drives share before it.
         self.up, self.down = Server(self.env, "link up"), Server(self.env, "link down")
         self.in_, self.out = Server(self.env, "chassis up"), Server(self.env, "chassis down")
-        self.drives = [Server(self.env, f"drive {n}") for n in range(setting.storage.count)]
+        # Drives that are alike, and wait for nothing that differs, are one: all do the same.
+        storage = setting.storage
+        first = storage.devices[0], storage.shares[0]
+        pairs = zip(storage.devices, storage.shares, strict=True)
+        same = all(device is first[0] and share == first[1] for device, share in pairs)
+        alike = setting.seed is None and same
+        self.alike = storage.count if alike else 1
+        count = storage.count // self.alike
+        self.drives = [Server(self.env, f"drive {n}") for n in range(count)]
         self.relay, self.copying = Server(self.env, "relay"), simpy.PriorityResource(self.env, 1)
         self.layers = range(setting.model.attention_layers())
         # Attention to what lies on drives: of the accelerator, of the drives, to the end of both.
@@ -210,12 +218,14 @@ class _Run:
         return [self.env.event() for _ in self.layers]
 
     def _result(self, tokens: int) -> StepResult:
-        servers = [self.gpu, self.up, self.down, self.in_, self.out, *self.drives]
+        servers = [self.gpu, self.up, self.down, self.in_, self.out]
         if self.system.relay is not None:
             servers.append(self.relay)
         if self.system.rest_s:
             self.env.run(self.env.now + self.system.rest_s)
         usage = {server.name: server.usage() for server in servers}
+        for number, drive in enumerate(self.drives * self.alike):
+            usage[f"drive {number}"] = drive.usage()
         up, down = usage[self.up.name].nbytes, usage[self.down.name].nbytes
         theirs, own = (len(self.layers) * part for part in self.work.attended_bytes)
         attended = Attended(theirs + own, theirs, self.longer_s, self.own_s, self.near_s)
@@ -300,8 +310,11 @@ class _Run:
     def _from_drive(self, number: int, nbytes: float, order: int) -> Events:
         share = self.on.storage.shares[number] * nbytes
         yield from self._read(number, nbytes, order)
-        yield from self._over(self.in_, share, order)
-        yield from self._over(self.up, share, order)
+        yield self._all(self._to_gpu(share, order) for _ in range(self.alike))
+
+    def _to_gpu(self, nbytes: float, order: int) -> Events:
+        yield from self._over(self.in_, nbytes, order)
+        yield from self._over(self.up, nbytes, order)
 
     def _latency_s(self, number: int, order: int) -> float:
         device, seed = self.on.storage.devices[number], self.on.seed
