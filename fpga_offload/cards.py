@@ -80,7 +80,7 @@ DDR_EFFICIENCY: Final = (
     / (DDR_BANDWIDTH / 1e9)
 )
 """Share of it that reads of K and V reach: the mean of HILOS' three kernels, which all read at 11.3
-to 11.9 GB/s. One constant for three figures, so their ratios are predicted, their level is not."""
+to 11.9 GB/s."""
 
 _NO_START: Final = Constant(
     0.0, "assumed", "nobody measured what starting a kernel costs; 0 makes times lower bounds"

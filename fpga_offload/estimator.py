@@ -290,12 +290,6 @@ def _cycles(step: DecodeStep, kernel: KernelCycles, cards: int) -> float:
     return kernel.cycles(step.jobs, nbytes / cards, step.jobs * step.tokens / cards)
 
 
-def attend_bandwidth(card: Card, kernel: KernelCycles) -> float:
-    """Bytes/s of K and V that a kernel attends to where they lie in the card's memory already."""
-    bandwidth = kernel.bandwidth(card.clock.value)
-    return bandwidth if card.memory is None else min(bandwidth, card.memory.value)
-
-
 def _list(values: Sequence[object]) -> str:
     return ", ".join(map(str, values)) or "none"
 

@@ -1,4 +1,4 @@
-"""The papers' figures of FPGA kernels beside ours, each with where it comes from.
+"""The papers' counts of cells of FPGA kernels beside ours, which were synthesised.
 
 HILOS (Jang et al., ASPLOS 2026), Table 3, and InstInfer (Pan et al., arXiv 2409.04992), its table
 of resources. Power is not among them: nothing here can measure it.
@@ -9,19 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.fpga_offload.cards import (
-    CARDS,
     HILOS_CELLS,
-    HILOS_GFLOPS,
     INSTINFER_ATTENTION,
     INSTINFER_FILTERS,
     INSTINFER_TOPK,
-    Origin,
     Resources,
 )
-from vllm_ssdkv.fpga_offload.estimator import attend_bandwidth, simulated_cycles
-from vllm_ssdkv.fpga_offload.results import Cells, Cycles
+from vllm_ssdkv.fpga_offload.results import Cells
 
 _HEAD = 128
 _CORE = "The paper's kernel, its buffers and its ports; ours the core without buses."
@@ -37,8 +32,6 @@ class Figure:
         paper: It is of.
         published: Value.
         ours: Value; None: not simulated, or not synthesised.
-        origin: Of ours.
-        tolerance: Within which ours has to be, relative; None: the two are different things.
         note: Why they differ, or what makes them equal.
     """
 
@@ -46,8 +39,6 @@ class Figure:
     paper: str
     published: float
     ours: float | None
-    origin: Origin
-    tolerance: float | None
     note: str
 
     @property
@@ -55,40 +46,10 @@ class Figure:
         """Ours over theirs."""
         return None if self.ours is None else self.ours / self.published
 
-    @property
-    def holds(self) -> bool | None:
-        """True if ours is within the tolerance; None: nothing is claimed, or ours is missing."""
-        if self.ratio is None or self.tolerance is None:
-            return None
-        return abs(self.ratio - 1) <= self.tolerance
 
-
-def figures(cycles: Sequence[Cycles], cells: Sequence[Cells]) -> list[Figure]:
-    """All figures, with what the results of simulation and synthesis say beside them."""
-    return [*speeds(cycles), *hilos_cells(cells), *instinfer_cells(cells)]
-
-
-def speeds(cycles: Sequence[Cycles]) -> list[Figure]:
-    """GFLOPS of HILOS' kernel (P20), by the simulated kernel behind the card's memory.
-
-    One constant, the memory's efficiency, is calibrated for all three.
-    """
-    card = CARDS["smartssd"]
-    found = []
-    for group, published in HILOS_GFLOPS.items():
-        ours, note = None, ""
-        try:
-            kernel = simulated_cycles(cycles, kernel="attend", head_size=_HEAD, group=group)
-        except BenchError:
-            note = "Our kernel was not simulated for this group."
-        else:
-            ours = group * attend_bandwidth(card, kernel) / 1e9
-            fast = kernel.bandwidth(card.clock.value) > ours * 1e9 / group
-            who = "by the calibrated memory; our kernel is faster" if fast else "by our kernel"
-            note = f"P20: bound {who}."
-        name = f"P20 attention, GFLOPS, G = {group}"
-        found.append(Figure(name, "HILOS", published, ours, "calibrated", 0.05, note))
-    return found
+def figures(cells: Sequence[Cells]) -> list[Figure]:
+    """All figures, with what the results of synthesis say beside them."""
+    return [*hilos_cells(cells), *instinfer_cells(cells)]
 
 
 def hilos_cells(cells: Sequence[Cells]) -> list[Figure]:
@@ -106,7 +67,7 @@ def hilos_cells(cells: Sequence[Cells]) -> list[Figure]:
             ours_each = (getattr(ours_last, name) - getattr(ours_first, name)) / 4
         title = f"{name.upper()} of a query head more"
         note = "From G = 1 to 5. Yosys counts more LUTs than Vivado does."
-        found.append(Figure(title, "HILOS", theirs_each, ours_each, "synthesised", None, note))
+        found.append(Figure(title, "HILOS", theirs_each, ours_each, note))
     return found
 
 
@@ -144,7 +105,7 @@ def _compared(
         if published:
             ours = None if row is None else float(getattr(row, kind))
             title = f"{kind.upper()} of {name}"
-            found.append(Figure(title, paper, published, ours, "synthesised", None, note))
+            found.append(Figure(title, paper, published, ours, note))
     return found
 
 

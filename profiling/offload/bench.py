@@ -18,7 +18,6 @@ from vllm_ssdkv.offload.protocol import ContextDevice
 from vllm_ssdkv.offload.testing.drive_timing import DRIVES
 from vllm_ssdkv.offload.testing.throttled_drives import ThrottledDrives
 from vllm_ssdkv.profiling.offload.host_rate import MEMORY, measure_host
-from vllm_ssdkv.profiling.offload.published import FLEXGEN_BANDWIDTH
 from vllm_ssdkv.profiling.offload.rig import (
     WINDOW,
     Contexts,
@@ -31,6 +30,7 @@ from vllm_ssdkv.profiling.offload.rig import (
 )
 from vllm_ssdkv.profiling.offload.writing import Writing
 from vllm_ssdkv.profiling.offload.x_cache import measure_projection, shape_of
+from vllm_ssdkv.profiling.simulation.hardware import IoPath, find
 
 Way: TypeAlias = Literal["none", "host", "shared", "instinfer", "smartssd"]
 """Way of attending to contexts: by the thread of the step, by the host's device, by both
@@ -144,7 +144,7 @@ def _links(settings: Settings) -> Iterator[tuple[str, int, float]]:
         for drives in settings.drives:
             yield profile, drives, DRIVES[profile].link_bandwidth
     if settings.profiles:
-        yield FLEXGEN, 1, FLEXGEN_BANDWIDTH
+        yield FLEXGEN, 1, find(IoPath, "flexgen-memmap").drive_bandwidth or 0.0
 
 
 def formula(sizes: Sizes, contexts: Contexts, devices: int) -> float:

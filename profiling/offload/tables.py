@@ -1,4 +1,4 @@
-"""Tables of ``ssdkv bench offload``, and published figures beside what was measured."""
+"""Tables of ``ssdkv bench offload``."""
 
 from __future__ import annotations
 
@@ -6,38 +6,27 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from vllm_ssdkv.base.sizes import MIB
-from vllm_ssdkv.offload.testing.drive_timing import DRIVES
 from vllm_ssdkv.offload.xcache.x_rule import XRates, XShape
 from vllm_ssdkv.profiling.offload.bench import DRAM, FLASH, FLEXGEN, Row
-from vllm_ssdkv.profiling.offload.published import (
-    BATCH,
-    SpillCurve,
-    Step,
-    figures,
-    link_ratio,
-)
 from vllm_ssdkv.profiling.offload.rig import WINDOW
 from vllm_ssdkv.profiling.offload.x_cache import XStep
-from vllm_ssdkv.profiling.table import Cell, Table
+from vllm_ssdkv.profiling.table import Table
 
-_INSTINFER: Final = DRIVES["instinfer"]
 _AS_GOOD: Final = 0.9
-"""Share of the best tokens/s that counts as equally good."""
-BESIDE: Final = (
-    (
-        "P3 our path",
-        "InstInfer dense against our own I/O path over the drive's link",
-        _INSTINFER.read_bandwidth / _INSTINFER.link_bandwidth,
-        "The drive reads little faster inside than its link is: P3 is FlexGen's path.",
-    ),
-    (
-        "P5 our path",
-        "sparse on the drive against the same pages over its link",
-        _INSTINFER.read_bandwidth / _INSTINFER.link_bandwidth,
-        "Likewise; choosing and looking up pages is the same in both.",
-    ),
-)
-"""Figures beside the papers': the same drives against a baseline as good as ours."""
+"""Share of the best tokens/s that is as good."""
+ROWS: Final = {
+    "P3": "attention on a drive, dense, over FlexGen's path from one",
+    "P3 our path": "the same over our own path from the same drive",
+    "P4 dense": "the most drives over one",
+    "P4 sparse": "the same, sparse",
+    "P5": "sparse on a drive over FlexGen's path",
+    "P5 our path": "the same over the same pages by our own path",
+    "P6": "sparse over dense, one drive",
+    "P18 near storage": "attention near storage over KV over the link",
+    "P18 write-back": "a write every 16 tokens over one every token",
+    "P19": "tokens between two writes that are best",
+}
+"""Rows of docs/papers.md that throttled devices have a value for."""
 
 
 def tables(document: Row) -> list[Table]:
@@ -54,7 +43,7 @@ def tables(document: Row) -> list[Table]:
             x_cache(document),
             ablation(document),
             host(document),
-            published(document),
+            by_rows(document),
         )
         if one.rows
     ]
@@ -137,12 +126,12 @@ def link(rows: Sequence[Row]) -> Table:
         "Bytes over the link per row, token and layer",
         [
             *("contexts", "batch", "selector", "attends", "n", "counted", "formula", "ratio"),
-            *("KV / link", "16 bit", "(s+1)/2"),
+            *("KV / link", "16 bit"),
         ],
         decimals=3,
         note="formula: n (2 Hq d + Hq (4 d + 8)) + 4 n_kv d, and a bit per page and KV head where "
         "pages are chosen. 16 bit: KV / link if outputs were of 16 bit and without selection, for "
-        "one device; (s+1)/2 is the papers' figure for that, with as many KV heads as heads.",
+        "one device, which is (s + 1) / 2 with as many KV heads as heads.",
     )
     most = {name: max(row[name] for row in rows) for name in ("context", "batch")}
     for row in rows:
@@ -165,7 +154,6 @@ def link(rows: Sequence[Row]) -> Table:
             counted / row["link_formula"],
             kv / counted,
             kv / (2 * sent["query"] + sent["kv"]) if alone else None,
-            link_ratio(row["context"]) if alone else None,
         )
     return table
 
@@ -193,12 +181,11 @@ def write_back(rows: Sequence[Row]) -> Table:
     """Speed by the tokens between two writes."""
     table = Table(
         "Tokens between two writes, charged to drives that attend",
-        ["attends", "contexts", "batch", "drives", "interval", "tok/s", "x", "papers'"],
+        ["attends", "contexts", "batch", "drives", "interval", "tok/s", "x"],
         decimals=2,
-        note="x: over a write for every token. papers': the curve through their ratios at 16 and "
-        "64. New rows of K and V, each head's in flash pages of its own, occupy the drives.",
+        note="x: over a write for every token. New rows of K and V, each head's in flash pages of "
+        "its own, occupy the drives.",
     )
-    curve = SpillCurve.calibrated()
     charged = [row for row in rows if row["interval"]]
     for row in charged:
         first = find(charged, way=row["way"], interval=1)
@@ -210,7 +197,6 @@ def write_back(rows: Sequence[Row]) -> Table:
             row["interval"],
             row["tokens_per_s"],
             ratio(row, first),
-            curve.time(1) / curve.time(row["interval"]),
         )
     return table
 
@@ -303,7 +289,7 @@ def ablation(document: Row) -> Table:
     """Gains of HILOS' parts, one after the other."""
     table = Table(
         "What each part brings",
-        ["part", "attends", "tok/s", "x", "papers'"],
+        ["part", "attends", "tok/s", "x"],
         decimals=2,
         note="x: over the line above. The longest contexts, the largest batch, the most drives; "
         "without the first part KV comes over the drives' links. X-cache: the model above.",
@@ -312,22 +298,21 @@ def ablation(document: Row) -> Table:
     for profile in dict.fromkeys(row["way"] for row in rows if row["interval"]):
         mine = [row for row in rows if row["way"] == profile and row["interval"]]
         steps = [
-            ("KV over the link", _over_link(rows, mine[0]), None),
-            ("near storage", find(mine, interval=1), 3.39),
-            ("+ write-back every 16", find(mine, interval=16), 1.32),
+            ("KV over the link", _over_link(rows, mine[0])),
+            ("near storage", find(mine, interval=1)),
+            ("+ write-back every 16", find(mine, interval=16)),
         ]
         before: Row | None = None
-        for part, row, papers in steps:
+        for part, row in steps:
             if row is not None:
-                x = ratio(row, before)
-                table.add(part, profile, row["tokens_per_s"], x, papers)
+                table.add(part, profile, row["tokens_per_s"], ratio(row, before))
                 before = row
         if before is not None and profile in with_x:
             _, step = with_x[profile]
             share = step.best()
             gain = step.seconds(0.0) / step.seconds(share)
             name = f"+ X-cache, alpha {share:.2f}, model"
-            table.add(name, profile, before["tokens_per_s"] * gain, gain, 1.64)
+            table.add(name, profile, before["tokens_per_s"] * gain, gain)
     return table
 
 
@@ -359,23 +344,18 @@ def host(document: Row) -> Table:
     return table
 
 
-def published(document: Row) -> Table:
-    """Published figures, their predictions and what the twins gave."""
+def by_rows(document: Row) -> Table:
+    """Ratios of this run, by the rows of docs/papers.md."""
     table = Table(
-        "Published figures",
-        ["id", "what", "published", "predicted", "measured", "differs"],
+        "The papers' rows here",
+        ["id", "what", "here"],
         decimals=2,
-        note="predicted: by constants of the hardware; c: calibrates one, and says nothing. "
-        "measured: in this run, with its sizes.",
+        note="Ratios of this run, with its sizes. docs/papers.md has the published figures, and "
+        "what follows for the papers' own machines.",
     )
-    measured = _measured(document["rows"]) | _of_parts(document)
-    for figure in figures():
-        one = figure.published
-        predicted = f"{figure.predicted:.2f}{' c' if one.calibrates else ''}"
-        found: Cell = measured.get(one.name)
-        table.add(one.name, one.what, one.value, predicted, found, one.reason)
-    for name, what, gain, reason in BESIDE:
-        table.add(name, what, None, f"{gain:.2f}", measured.get(name), reason)
+    found = _measured(document["rows"]) | _of_parts(document)
+    for name, what in ROWS.items():
+        table.add(name, what, found.get(name))
     return table
 
 
@@ -402,7 +382,6 @@ def _measured(rows: Sequence[Row]) -> dict[str, float | str | None]:
         "P4 sparse": _of_drives(
             ratio(twin("instinfer", most, sparse), twin("instinfer", 1, sparse)),
             most,
-            sparse=True,
         ),
         "P5": ratio(twin("instinfer", 1, sparse), slow),
         "P5 our path": ratio(
@@ -430,25 +409,9 @@ def _of_parts(document: Row) -> dict[str, float | str | None]:
         # What is within the noise of the best is as good.
         good = [row["interval"] for row in written if row["tokens_per_s"] > _AS_GOOD * best]
         found["P19"] = f"{min(good)} to {max(good)}"
-    if "smartssd" not in (with_x := x_steps(document)):
-        return found
-    near, step = with_x["smartssd"]
-    share = step.best()
-    gain = step.seconds(0.0) / step.seconds(share)
-    found["P16"] = f"{share:.2f} by rates"
-    found["P18 X-cache"] = f"{gain:.2f} (model)"
-    over_link = ratio(near, _over_link(rows, near))
-    if spilled is not None and over_link is not None:
-        product = over_link * spilled * gain
-        found["P17"] = f"{product:.2f} of {near['drives']} (X: model)"
     return found
 
 
-def _of_drives(gain: float | None, drives: int, *, sparse: bool = False) -> str | None:
-    """A gain by another number of drives than the paper's 20, with the model's for that number."""
-    if gain is None:
-        return None
-    batch = 4 * BATCH
-    one, all_of_them = (Step.instinfer(batch, n, sparse=sparse) for n in (1, drives))
-    model = one.time / all_of_them.time
-    return f"{gain:.2f} of {drives} (model {model:.2f})"
+def _of_drives(gain: float | None, drives: int) -> str | None:
+    """A gain by another number of drives than the paper's 20."""
+    return None if gain is None else f"{gain:.2f} of {drives}"

@@ -15,7 +15,6 @@ from vllm_ssdkv.fpga_offload.estimator import (
     Estimate,
     KernelCycles,
     SparfReads,
-    attend_bandwidth,
     estimate,
     hilos_cycles,
     simulated_cycles,
@@ -145,13 +144,6 @@ def test_cycles_and_speeds_of_the_papers_kernels_agree(group: int, gflops: float
     """Both are printed. A query head takes two operations for an element of 2 bytes."""
     bandwidth = hilos_cycles(group).bandwidth(296.05e6)
     assert group * bandwidth / 1e9 == pytest.approx(gflops, rel=0.005)
-
-
-def test_a_kernel_is_no_faster_than_its_memory() -> None:
-    card = dataclasses.replace(CARDS["smartssd"], clock=number(100e6), memory=number(5e9))
-    assert attend_bandwidth(card, LINE_RATE) == 5e9
-    half = dataclasses.replace(LINE_RATE, beat=2.0)
-    assert attend_bandwidth(card, half) == 3.2e9, "64 bytes in 2 cycles"
 
 
 def test_the_twins_of_the_offload_bench_have_the_same_drives() -> None:

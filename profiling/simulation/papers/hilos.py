@@ -33,7 +33,7 @@ BATCH = 16
 CONTEXT = 32768
 LONG_PROMPT, LONG_OUTPUT = 8192, 350
 """Tokens of one long request."""
-INTERVALS = (1, 4, 8, 16, 32, 64)
+INTERVALS = (1, 8, 16, 32, 64)
 BATCHES, LENGTHS = (4, 8, 16, 32), (8192, 32768, 65536, 131072)
 """Other settings of P17."""
 

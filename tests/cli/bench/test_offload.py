@@ -25,7 +25,7 @@ def test_tables_plot_and_json(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert [row["drives"] for row in document["rows"] if row["way"] == "instinfer"] == [1, 2, 2, 2]
-    assert {"Decoding", "Published figures"} <= {table["title"] for table in document["tables"]}
+    assert {"Decoding", "The papers' rows here"} <= {table["title"] for table in document["tables"]}
     assert plot.read_text().count("<svg") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["plot.svg"]
     # Before the tables each case has its line, beside the rate of the host and the projection.

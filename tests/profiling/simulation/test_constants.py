@@ -38,7 +38,7 @@ MODULES: dict[ModuleType, Callable[[], list[Result]]] = {
     hilos: hilos.results,
     dockerssd: dockerssd.results,
     flexgen: flexgen.results,
-    swarm: lambda: swarm.results(swarm_traces.measure([trace()])),
+    swarm: lambda: swarm.results(swarm_traces.measure([trace(queries=112)])),
 }
 STEPS = ("timings", "simulation.decode", "simulation.systems")
 IN_CODE = {

@@ -84,7 +84,7 @@ def test_figures_of_traces_stand_in_for_those_that_were_kept() -> None:
 def test_the_lab_makes_the_figures_of_traces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    traces = [trace("a", tokens=1024), trace("b", seed=1, tokens=1024)]
+    traces = [trace(name, seed=i, tokens=1024, queries=112) for i, name in enumerate("ab")]
     found = swarm_traces.measure(traces)
     counted = [
         cluster_reads.totals(*activated_clusters(one, one.adjacent_heads(8), Settings()), drives=8)

@@ -108,8 +108,7 @@ def offload(
 
     `--dilation` slows the drives and their links down against the papers', so that a small machine
     can keep up with eight of them: ratios hold, tokens/s do not. Bytes come from the metrics. The
-    last table has published numbers beside the predictions from constants of the hardware, and the
-    measurements.
+    last table has the ratios of this run that the papers publish for their machines.
     """
     from vllm_ssdkv.profiling.offload.bench import WAYS, Settings, run
     from vllm_ssdkv.profiling.offload.tables import tables

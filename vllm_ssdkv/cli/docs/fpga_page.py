@@ -45,7 +45,7 @@ def fpga_page(page: str, folder: Path = FOLDER) -> str:
         "fpga cycles": [_made_by(cycles.command, cycles.tools), cycles_table(cycles.rows)],
         "fpga cells": [_made_by(cells.command, cells.tools), cells_table(cells.rows)],
         "fpga estimates": [steps_table(rows), constants_table(list(CARDS.values()), line)],
-        "fpga figures": [figures_table(figures(cycles.rows, cells.rows))],
+        "fpga figures": [figures_table(figures(cells.rows))],
     }
     for name, parts in sections.items():
         page = with_section(page, name, _text(parts))

@@ -1,4 +1,4 @@
-"""``ssdkv fpga estimate``: time of a decode step's attention on cards, and the papers' figures."""
+"""``ssdkv fpga estimate``: time of a decode step's attention on cards, and the papers' cells."""
 
 from __future__ import annotations
 
@@ -129,8 +129,7 @@ def estimate(
     clock is the papers' unless `--clock` sets another. Times are lower bounds: they exclude the
     host, and queries and partial states on PCIe.
 
-    The last table has the papers' numbers beside ours, each with its origin: simulated,
-    synthesised, calibrated, published or assumed.
+    The last table has the papers' counts of cells beside ours, which were synthesised.
     """
     from vllm_ssdkv.profiling.rig.plot import require_plot
 
@@ -164,7 +163,7 @@ def estimate(
             "kernel": dataclasses.asdict(line),
             "cards": [dataclasses.asdict(card) for card in chosen],
             "rows": rows,
-            "figures": [dataclasses.asdict(figure) for figure in figures(cycles, cells)],
+            "figures": [dataclasses.asdict(figure) for figure in figures(cells)],
         }
         if plot_file is not None:
             from vllm_ssdkv.cli.fpga.estimate_plot import plot
@@ -176,7 +175,7 @@ def estimate(
     tables = [
         constants_table(chosen, line),
         steps_table(rows),
-        figures_table(figures(cycles, cells)),
+        figures_table(figures(cells)),
     ]
     print_tables(tables, as_json=as_json, beside=document)
 

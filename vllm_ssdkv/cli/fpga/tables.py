@@ -71,24 +71,17 @@ def steps_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def figures_table(figures: Sequence[Figure]) -> Table:
-    """The papers' figures beside ours."""
+    """Cells of the papers' kernels beside ours, which were synthesised."""
     table = Table(
         "Published figures",
-        ["figure", "paper", "published", "ours", "ours is", "ours / theirs", "holds"],
+        ["figure", "paper", "published", "ours", "ours / theirs"],
         decimals=2,
         note=" ".join(
-            (
-                "holds: within 5 %, where the two are the same thing; -: not claimed, or not",
-                "simulated or synthesised.",
-                *dict.fromkeys(figure.note for figure in figures),
-            )
+            ("-: not synthesised.", *dict.fromkeys(figure.note for figure in figures)),
         ),
     )
     for one in figures:
-        holds = None if one.holds is None else ("yes" if one.holds else "no")
-        cells = _number(one.published), _number(one.ours)
-        origin = None if one.ours is None else one.origin
-        table.add(one.name, one.paper, *cells, origin, one.ratio, holds)
+        table.add(one.name, one.paper, _number(one.published), _number(one.ours), one.ratio)
     return table
 
 
