@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from copy import copy
 from pathlib import Path
@@ -31,6 +32,8 @@ from tests.secondary_tier.rig import (
     running,
 )
 from vllm_ssdkv.base.errors import UnsupportedError
+from vllm_ssdkv.config.secondary_tier import tier_options
+from vllm_ssdkv.secondary_tier.identity import weights_digest
 
 Devices = Callable[[int], list[Path]]
 
@@ -95,6 +98,59 @@ def test_weights_that_no_file_tells_of_need_a_name(
     with pytest.raises(UnsupportedError, match=r"no weight files of .*weights_id"):
         Engine(gone, devices)
     with running(dummy, devices, weights_id="seed 0") as engine:
+        fill(engine)
+        assert engine.stored(KEYS) == ALL
+
+
+def with_model(settings: VllmConfig, **fields: Any) -> VllmConfig:  # noqa: ANN401 - of any field
+    changed = copy(settings)
+    changed.model_config = copy(settings.model_config)
+    for name, value in fields.items():
+        setattr(changed.model_config, name, value)
+    return changed
+
+
+def test_settings_that_only_the_model_in_memory_would_show(
+    settings: VllmConfig, tmp_path: Path, tmp_devices: Devices
+) -> None:
+    """LongRoPE has other keys, and remote code computes whatever it wants."""
+    arch = copy(settings.model_config.model_arch_config)
+    arch.architectures = ["MistralForCausalLM"]
+    model = tmp_path / "copy"
+    shutil.copytree(settings.model_config.model, model)
+    (model / "modeling.py").write_text("SCALE = 2")
+    devices = tmp_devices(1)
+    with running(settings, devices) as engine:
+        fill(engine)
+    for changed in (
+        {"max_model_len": 128},
+        {"original_max_model_len": -1},
+        {"dtype": torch.bfloat16},
+        {"model_arch_config": arch},
+        {"model_impl": "transformers"},
+        {"model": str(model), "trust_remote_code": True},
+    ):
+        with running(with_model(settings, **changed), devices) as engine:
+            assert engine.stored(KEYS) == set(), changed
+    # What fits the GPU is found out after the model was made.
+    auto = with_model(settings, original_max_model_len=-1)
+    with running(auto, devices) as engine:
+        fill(engine)
+    with running(with_model(auto, max_model_len=128), devices) as engine:
+        assert engine.stored(KEYS) == ALL
+    # Code that nobody trusts does not run, and the files are the same.
+    with running(with_model(settings, model=str(model)), devices) as engine:
+        assert engine.stored(KEYS) == ALL
+
+
+def test_weights_from_another_hub_need_a_name(
+    settings: VllmConfig, tmp_devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = tmp_devices(1)
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    with pytest.raises(UnsupportedError, match=r"VLLM_USE_MODELSCOPE.*weights_id"):
+        weights_digest(tier_options({})[0], with_model(settings, model="nobody/model"))
+    with running(settings, devices) as engine:  # a directory is what it is
         fill(engine)
         assert engine.stored(KEYS) == ALL
 

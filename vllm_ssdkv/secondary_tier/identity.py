@@ -11,14 +11,16 @@ import json
 import logging
 import sys
 import time
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
+from vllm import envs
 from vllm.v1.kv_offload.file_mapper import FileMapper
 
 from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.config.secondary_tier import SecondaryTierConfig
-from vllm_ssdkv.connector.identity.weight_files import digest_of_files
+from vllm_ssdkv.connector.identity.weight_files import digest_of_code, digest_of_files
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
@@ -97,6 +99,31 @@ def chunk_identity(
     return Fingerprint(shape), settings
 
 
+def model_settings(vllm_config: VllmConfig) -> dict[str, str | int]:
+    """Settings of vLLM's that change KV, and that only the model in memory would show.
+
+    Models choose tables of positions by ``--max-model-len`` (LongRoPE, Llama 4). Where vLLM finds
+    it out itself, it does so after it has made the model of what the model's files say.
+
+    Raises:
+        UnsupportedError: the model's code cannot be read.
+    """
+    model = vllm_config.model_config
+    try:
+        code = digest_of_code(vllm_config)
+    except OSError as error:
+        raise UnsupportedError(
+            f"SSDKVTier: the model's code cannot be read: {error}: repair its files"
+        ) from error
+    return {
+        "max_model_len": 0 if model.original_max_model_len == -1 else model.max_model_len,
+        "compute_dtype": str(model.dtype),
+        "architectures": " ".join(model.architectures),
+        "model_impl": str(model.model_impl),
+        "code": code,
+    }
+
+
 def weights_digest(config: SecondaryTierConfig, vllm_config: VllmConfig) -> bytes:
     """Digest of the weights, 32 bytes. Reads all weight files, unless they have a name.
 
@@ -112,6 +139,11 @@ def weights_digest(config: SecondaryTierConfig, vllm_config: VllmConfig) -> byte
         raise UnsupportedError(
             f"SSDKVTier: with --load-format {load_format} the model's files do not say what its "
             f"weights are: {_NAME_IT}"
+        )
+    if envs.VLLM_USE_MODELSCOPE and not Path(vllm_config.model_config.model).exists():
+        raise UnsupportedError(
+            "SSDKVTier: with VLLM_USE_MODELSCOPE vLLM has the weights from files that ssdkv does "
+            f"not know: {_NAME_IT}"
         )
     begin = time.monotonic()
     try:

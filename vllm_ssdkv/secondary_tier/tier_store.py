@@ -22,7 +22,12 @@ from vllm_ssdkv.connector.startup import open_store, sees_media
 from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank, StoreWork
 from vllm_ssdkv.secondary_tier.chunk_keys import ChunkKeys
 from vllm_ssdkv.secondary_tier.chunk_writer import ChunkWriter, Pool
-from vllm_ssdkv.secondary_tier.identity import chunk_identity, settings_in_sight, weights_digest
+from vllm_ssdkv.secondary_tier.identity import (
+    chunk_identity,
+    model_settings,
+    settings_in_sight,
+    weights_digest,
+)
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.index.slot_index import SlotState
@@ -112,7 +117,7 @@ def open_tier_store(
     digest = weights_digest(tier, vllm_config)
     layout = str(spec.config.kv_cache_layout)
     seen = kv_settings(vllm_config, layout, chooses=False)
-    settings = Fingerprint({**seen.fields, **named})
+    settings = Fingerprint({**seen.fields, **named, **model_settings(vllm_config)})
     with ExitStack() as stack:
         opened = open_rank(place, 0, place.counters)
         access = EmbeddedRank(opened, TieredStore)

@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
+from huggingface_hub import constants
 
-from vllm_ssdkv.connector.identity.weight_files import digest_of_files, weight_files
+from vllm_ssdkv.connector.identity.weight_files import (
+    digest_of_code,
+    digest_of_files,
+    weight_files,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,10 +34,20 @@ def model(tmp_path: Path) -> Path:
 
 def config(model: Path, drafter: Path | None = None) -> VllmConfig:
     def named(path: Path) -> SimpleNamespace:
-        return SimpleNamespace(model=str(path), revision=None)
+        return SimpleNamespace(
+            model=str(path),
+            revision=None,
+            code_revision=None,
+            trust_remote_code=True,
+            hf_config=SimpleNamespace(auto_map={"AutoModel": "nobody/code--modeling.Model"}),
+        )
 
     speculative = SimpleNamespace(draft_model_config=named(drafter)) if drafter else None
-    found = SimpleNamespace(model_config=named(model), speculative_config=speculative)
+    found = SimpleNamespace(
+        model_config=named(model),
+        speculative_config=speculative,
+        load_config=SimpleNamespace(download_dir=None),
+    )
     return cast("VllmConfig", found)
 
 
@@ -68,3 +83,45 @@ def test_a_drafter_counts(model: Path, tmp_path: Path) -> None:
     both = digest_of_files(config(model, copy))
     assert both != digest_of_files(config(model))
     assert digest_of_files(config(model, tmp_path / "missing")) == ""
+
+
+def in_cache(cache: Path, name: str, revision: str, file: str, content: str) -> Path:
+    """A file of a repository in a cache of huggingface_hub."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True, exist_ok=True)
+    (repository / "refs" / "main").write_text(revision)
+    found = repository / "snapshots" / revision / file
+    found.parent.mkdir(parents=True, exist_ok=True)
+    found.write_text(content)
+    return found
+
+
+def test_weights_are_those_of_the_directory_that_vllm_loads_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "ours"))
+    in_cache(tmp_path / "ours", "nobody/model", "1" * 40, "model.safetensors", "old")
+    loaded = in_cache(tmp_path / "theirs", "nobody/model", "2" * 40, "model.safetensors", "new")
+    assert weight_files("nobody/model", download_dir=str(tmp_path / "theirs")) == [loaded]
+    of_hub = config(Path("nobody/model"))
+    ours = digest_of_files(of_hub)
+    of_hub.load_config.download_dir = str(tmp_path / "theirs")
+    assert "" != digest_of_files(of_hub) != ours != ""
+
+
+def test_code_counts_where_it_is_trusted(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    none = digest_of_code(config(model))
+    (model / "modeling.py").write_text("SCALE = 1")
+    one = digest_of_code(config(model))
+    (model / "modeling.py").write_text("SCALE = 2")
+    two = digest_of_code(config(model))
+    in_cache(tmp_path, "nobody/code", "1" * 40, "parts/layers.py", "SCALE = 1")
+    elsewhere = digest_of_code(config(model))
+    in_cache(tmp_path, "nobody/code", "1" * 40, "parts/layers.py", "SCALE = 2")
+    assert len({none, one, two, elsewhere, digest_of_code(config(model))}) == 5
+    untrusted = config(model)
+    untrusted.model_config.trust_remote_code = False
+    assert digest_of_code(untrusted) == none
