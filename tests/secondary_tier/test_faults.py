@@ -58,3 +58,31 @@ def test_reads_that_fail_end_their_jobs(settings: VllmConfig, tmp_devices: Devic
         assert engine.stored(KEYS, context) == set()
     with running(settings, devices) as engine:  # the drive is well again
         assert engine.looked_up(KEYS, engine.begin()) == KEYS
+
+
+def test_chunks_that_nothing_is_wrong_with_are_not_asked_for_again_at_once(
+    settings: VllmConfig, tmp_devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy fails that blames no chunk, as where memory stays taken."""
+    devices, loads = tmp_devices(1), []
+    with running(settings, devices) as engine:
+        engine.store(KEYS, engine.begin())
+        engine.settle()
+        engine.empty_pool()
+        stored = engine.tier._parts.bytes
+        load = stored.load
+
+        def broken(hit: Any, work: Any) -> None:  # noqa: ANN401 - of the loader's
+            hit.outcome.complete = False
+
+        monkeypatch.setattr(stored._loader, "_try", broken)
+        monkeypatch.setattr(type(stored), "load", lambda _, job: loads.append(job) or load(job))
+        context = engine.begin()
+        assert engine.looked_up(KEYS, context) == []
+        assert len(loads) == 1
+        assert engine.stored(KEYS, context) == set()
+        assert engine.looked_up(KEYS, context) == []
+        assert len(loads) == 1
+    monkeypatch.undo()
+    with running(settings, devices) as engine:
+        assert engine.looked_up(KEYS, engine.begin()) == KEYS

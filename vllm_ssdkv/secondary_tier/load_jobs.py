@@ -48,7 +48,8 @@ class LoadJobs:
     """Loads into vLLM's pool. Used by the scheduler's thread.
 
     A job is one load of the store. If that fails, the chunks that are not to blame are loaded once
-    more, each by itself, so that vLLM learns of each chunk whether it has it.
+    more, each by itself, so that vLLM learns of each chunk whether it has it. Where no chunk is to
+    blame, none of them is found for a while: vLLM would ask for them again at once.
     """
 
     def __init__(self, parts: TierStore, events: TierEvents):
@@ -105,11 +106,14 @@ class LoadJobs:
             chunks = state.loads.pop(outcome.request_id)
             self._count(outcome)
             self.drop(outcome.bad, "read_error")
+            failed = {slot for slot, _ in (*outcome.bad, *outcome.unread)}
+            if not (outcome.complete or failed):  # for lack of memory, or by an error of ours
+                outcome.unread += [(chunk.slot, chunk.epoch) for chunk in chunks]
+                failed = {chunk.slot for chunk in chunks}
             self._own.unread.failed(outcome.unread)
             if outcome.complete:
                 state.good += [chunk.name for chunk in chunks]
             elif len(chunks) > 1:
-                failed = {slot for slot, _ in (*outcome.bad, *outcome.unread)}
                 for chunk in chunks:
                     if chunk.slot not in failed:
                         self._load(state, [chunk])
