@@ -95,7 +95,9 @@ def digest_of_code(vllm_config: VllmConfig) -> str:
         places += [(other, model.code_revision) for other in sorted(others)]
         for name, revision in places:
             root = _place(name, revision, ["*.py"])
-            for file in [] if root is None else sorted(root.rglob("*.py")):
+            if root is None:
+                continue
+            for file in sorted(root.rglob("*.py")):
                 for part in (str(file.relative_to(root)).encode(), file.read_bytes()):
                     digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
