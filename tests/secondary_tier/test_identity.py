@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
@@ -21,6 +21,7 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from vllm.v1.kv_offload.config import OffloadingParallelConfig
 
 from tests.e2e.models import make_llama
 from tests.secondary_tier.rig import (
@@ -155,6 +156,59 @@ def test_weights_from_another_hub_need_a_name(
         assert engine.stored(KEYS) == ALL
 
 
+def test_an_engine_whose_requests_need_all_their_tokens_stores_and_finds_nothing(
+    settings: VllmConfig, tmp_devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM has turned its own prefix caching off there, and offloads all the same."""
+    devices = tmp_devices(1)
+    with running(settings, devices) as engine:
+        fill(engine)
+    monkeypatch.setattr(ModelConfig, "is_prefix_caching_supported", False)
+    off = copy(settings)
+    off.cache_config = copy(settings.cache_config)
+    off.cache_config.enable_prefix_caching = False
+    with running(off, devices) as engine:
+        assert engine.stored(KEYS) == set()
+        fill(engine, [key_of(9)])
+        assert engine.stored([key_of(9)]) == set()
+    monkeypatch.undo()
+    with running(off, devices) as engine:  # the user has turned it off
+        assert engine.stored([*KEYS, key_of(9)]) == ALL
+
+
+def test_hashes_with_a_seed_of_one_process_are_refused(
+    settings: VllmConfig, tmp_devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeded = copy(settings)
+    seeded.cache_config = copy(settings.cache_config)
+    seeded.cache_config.prefix_caching_hash_algo = "xxhash"
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(UnsupportedError, match=r"algo xxhash has another seed.*: use sha256, or"):
+        Engine(seeded, tmp_devices(1))
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    Engine(seeded, tmp_devices(1)).close()
+
+
+def test_data_parallel_engines_have_directories_of_their_own(
+    settings: VllmConfig, tmp_devices: Devices
+) -> None:
+    """Those of a dense model, too, to which vLLM says that each is the only one."""
+    devices = tmp_devices(1)
+
+    def parallel(index: int) -> dict[str, Any]:
+        return {"parallel": OffloadingParallelConfig(0, 1, 1, 1, 1, 1, index, 1, None, False)}
+
+    with (
+        running(settings, devices, config=parallel(0)) as first,
+        running(settings, devices, config=parallel(1)) as second,
+    ):
+        fill(first)
+        assert second.stored(KEYS) == set()
+        fill(second, KEYS[:2])
+    with running(settings, devices, config=parallel(1)) as second:
+        assert second.stored(KEYS) == {0, 1}
+
+
 def test_after_a_reset_nothing_older_is_found_and_nothing_newer_later(
     settings: VllmConfig, tmp_devices: Devices
 ) -> None:
@@ -258,7 +312,7 @@ def test_an_image_that_is_not_seen_hides_what_follows(
 
 @pytest.mark.parametrize("what", ["embeddings", "resumable", "unknown"])
 def test_requests_whose_tokens_say_too_little_are_left_alone(
-    settings: VllmConfig, tmp_devices: Devices, what: str
+    settings: VllmConfig, tmp_devices: Devices, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     more: dict[str, Any] = {
         "embeddings": {"prompt_embeds": torch.zeros(3, 4)},
@@ -267,12 +321,20 @@ def test_requests_whose_tokens_say_too_little_are_left_alone(
     }[what]
     with running(settings, tmp_devices(1)) as engine:
         fill(engine)
+        logging.getLogger("vllm_ssdkv").addHandler(caplog.handler)
         if what == "unknown":  # as another tier's requests are, which come from elsewhere
             context = ReqContext("of another machine")
             engine.manager.on_new_request(context)
+            engine.manager.on_new_request(ReqContext("of another one"))
         else:
             context = engine.arrive(request_of("one", **more))
         assert engine.stored(KEYS, context) == set()
+        logging.getLogger("vllm_ssdkv").removeHandler(caplog.handler)
         engine.store([key_of(9)], context)
         engine.settle()
         assert engine.stored([key_of(9)]) == set()
+        stats = engine.tier.get_stats()
+        assert stats is not None
+        assert stats.data["data"]["vllm:ssdkv_stores_skipped"]["unknown",] == 1
+    told = {id(r) for r in caplog.records if "cannot see a request" in r.getMessage()}
+    assert len(told) == (what == "unknown")

@@ -130,10 +130,14 @@ METRICS: Final[tuple[Metric, ...]] = (
         "stores_skipped",
         "blocks",
         "Blocks not stored: the write buffer was full, no slot was free, the admission filter had "
-        "not seen them often enough, a daily write budget was used up, writes are paused, or the "
-        "node did not answer.",
+        "not seen them often enough, a daily write budget was used up, writes are paused, the "
+        "node did not answer, or a tier does not know whose KV they are (docs/tier.md).",
         Label(
-            "cause", ("write_buffer", "store_full", "admission", "budget", "writes_paused", "node")
+            "cause",
+            (
+                *("write_buffer", "store_full", "admission", "budget", "writes_paused", "node"),
+                "unknown",
+            ),
         ),
         combine="max",
     ),

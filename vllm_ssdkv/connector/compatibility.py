@@ -94,6 +94,13 @@ def _engine(vllm_config: VllmConfig) -> Iterator[Obstacle]:
     ):
         if size > 1:
             yield Obstacle(f"{flag} must be 1", ("leave it out",), offloaded=True)
+    yield from obstacles_to_hashes(vllm_config)
+    if vllm_config.kv_transfer_config.kv_role != "kv_both":
+        yield Obstacle("blocks are stored and loaded by one engine", ('set kv_role to "kv_both"',))
+
+
+def obstacles_to_hashes(vllm_config: VllmConfig) -> Iterator[Obstacle]:
+    """vLLM's hashes of blocks, if a later start has others."""
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     if algorithm.startswith("xxhash") and os.getenv("PYTHONHASHSEED") is None:
         yield Obstacle(
@@ -101,8 +108,6 @@ def _engine(vllm_config: VllmConfig) -> Iterator[Obstacle]:
             "would be found after a restart",
             ("use sha256", "set the environment variable PYTHONHASHSEED"),
         )
-    if vllm_config.kv_transfer_config.kv_role != "kv_both":
-        yield Obstacle("blocks are stored and loaded by one engine", ('set kv_role to "kv_both"',))
 
 
 def _blocks(config: SSDKVConfig, vllm_config: VllmConfig) -> Iterator[Obstacle]:

@@ -56,8 +56,9 @@ from vllm_ssdkv.store.tiered_store import TieredStore
 from vllm_ssdkv.store.write_policy import open_write_policy
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_offload.config import OffloadingParallelConfig
 
     from vllm_ssdkv.connector.worker.guest_rank import GuestRank
     from vllm_ssdkv.connector.worker.node_rank import NodeRank
@@ -89,7 +90,7 @@ def _identify(
     layout = kv_layout(config, vllm_config, kv_cache_config)
     identity = fingerprint(config, vllm_config, layout, kv_cache_config)
     parallel = vllm_config.parallel_config
-    replica = parallel.data_parallel_index if parallel.data_parallel_size > 1 else None
+    replica = replica_of(parallel)
     # The engine's id may be one that the user gave it, for ever.
     run = f"{vllm_config.kv_transfer_config.engine_id} {vllm_config.instance_id}"
     run += "" if replica is None else f" dp{replica}"
@@ -104,6 +105,15 @@ def _identify(
         config, layout.geometry, identity, layout.tp_size, replica, model=model, run=run, name=name
     )
     return _Identity(layout, identity, place, drives)
+
+
+def replica_of(parallel: ParallelConfig | OffloadingParallelConfig) -> int | None:
+    """Number of the engine among data-parallel ones; None: it may be the only one.
+
+    vLLM tells the engines of a dense model that each is the only one, and leaves the number.
+    """
+    index = int(parallel.data_parallel_index)
+    return index if index or parallel.data_parallel_size > 1 else None
 
 
 def tell_what_has_no_effect(config: SSDKVConfig) -> None:
@@ -343,7 +353,7 @@ def open_scheduler(
             max_model_len,
             found.layout.tp_size,
             Speculation.of(vllm_config, found.layout.block_tokens),
-            reuses=_reuses(vllm_config),
+            reuses=may_reuse(vllm_config),
             sees_media=sees_media(vllm_config),
             x_share=x_share,
             x_shape=shape,
@@ -441,7 +451,7 @@ def _check_room(found: _Identity, store: SchedulerStore, max_model_len: int) -> 
     )
 
 
-def _reuses(vllm_config: VllmConfig) -> bool:
+def may_reuse(vllm_config: VllmConfig) -> bool:
     """Check whether requests may begin with stored blocks: not where vLLM has turned its own prefix
     caching off because hits would be wrong."""
     reason = why_no_prefixes(vllm_config)

@@ -43,16 +43,19 @@ class ChunkKeys:
 
     No chunk of these requests has a key, so that they are neither stored nor found: with an
     adapter, with embeddings in place of tokens, of a session that may take tokens back, with an
-    image whose content is not known, and those that vLLM's cache was reset under.
+    image whose content is not known, those that vLLM's cache was reset under, and all of an engine
+    whose requests may not begin with stored chunks.
     """
 
-    def __init__(self, namespace: bytes, name_key: bytes, *, sees_media: bool):
+    def __init__(self, namespace: bytes, name_key: bytes, *, reuses: bool, sees_media: bool):
         """``namespace``: 32 bytes of the engine's identity. ``name_key``:
-        :meth:`StorePlace.name_key`. ``sees_media``: contents of images reach this process."""
-        self._namespace, self._name_key = namespace, name_key
+        :meth:`StorePlace.name_key`. ``reuses``: requests may begin with stored chunks.
+        ``sees_media``: contents of images reach this process."""
+        self._namespace, self._name_key, self._reuses = namespace, name_key, reuses
         self._media = MediaContents(1, seen=sees_media)
         self._resets = 0
         self._told: set[str] = set()
+        self._told_unknown = False
 
     @property
     def lasting(self) -> bool:
@@ -68,7 +71,12 @@ class ChunkKeys:
 
     def arrived(self, context: ReqContext, request: Request | None) -> None:
         """A request begins; None: nobody knows which one."""
-        if request is None or request.prompt_embeds is not None or request.resumable:
+        if not self._reuses:
+            return
+        if request is None:
+            self._tell_unknown()
+            return
+        if request.prompt_embeds is not None or request.resumable:
             return
         if request.lora_request is not None:
             self._refuse(str(request.lora_request.lora_name))
@@ -76,6 +84,14 @@ class ChunkKeys:
         if request.mm_features:
             self._media.note(request)
         context.set_state(_Owner(self._resets, request if request.mm_features else None))
+
+    def _tell_unknown(self) -> None:
+        if not self._told_unknown:
+            self._told_unknown = True
+            logger.warning(
+                "ssdkv: the tier cannot see a request that vLLM tells it of, and neither stores "
+                "nor finds chunks of such requests (ssdkv_stores_skipped, cause unknown)"
+            )
 
     def _refuse(self, adapter: str) -> None:
         if adapter not in self._told:

@@ -98,6 +98,8 @@ class StoreJobs:
             for name, chunk in zip(job.keys, job.chunk_ids, strict=True)
             if (key := keys.of(name, job.req_context)) is not None
         }
+        if len(found) < len(job.keys):
+            self._policy.skip(len(job.keys) - len(found), "unknown")
         self._policy.record_access(list(found))
         admitted = dict(zip(found, self._policy.admitted(list(found)).tolist(), strict=True))
         wanted: list[tuple[OffloadKey, bytes, int]] = []

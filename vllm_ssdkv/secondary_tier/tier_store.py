@@ -14,11 +14,12 @@ from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.base.sizes import GIB, MIB, approximate_size
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.secondary_tier import SecondaryTierConfig
+from vllm_ssdkv.connector.compatibility import obstacles_to_hashes
 from vllm_ssdkv.connector.identity.kv_settings import kv_settings
 from vllm_ssdkv.connector.model_layout import directory_name
 from vllm_ssdkv.connector.scheduler.identities import RankIdentities
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerStore
-from vllm_ssdkv.connector.startup import open_store, sees_media
+from vllm_ssdkv.connector.startup import may_reuse, open_store, replica_of, sees_media
 from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank, StoreWork
 from vllm_ssdkv.secondary_tier.chunk_keys import ChunkKeys
 from vllm_ssdkv.secondary_tier.chunk_writer import ChunkWriter, Pool
@@ -95,6 +96,8 @@ def open_tier_store(
         SSDKVError: see the modules that check; the text names the way out.
     """
     vllm_config = settings_in_sight()
+    for obstacle in obstacles_to_hashes(vllm_config):
+        raise obstacle.error()
     chunks, nbytes = rows.shape
     if not chunks:
         raise UnsupportedError(
@@ -104,13 +107,13 @@ def open_tier_store(
     geometry = SlotGeometry("opaque", 1, 1, 1, nbytes, encrypted=encrypted)
     config = _with_memory(config, geometry)
     fingerprint, named = chunk_identity(spec, nbytes, encrypted=encrypted)
-    parallel, model = spec.config.parallel, vllm_config.model_config
+    model = vllm_config.model_config
     place = StorePlace(
         config,
         geometry,
         fingerprint,
         1,
-        parallel.data_parallel_index if parallel.data_parallel_size > 1 else None,
+        replica_of(spec.config.parallel),
         model=str(model.model),
         name=directory_name(str(model.model), model.revision),
     )
@@ -129,7 +132,8 @@ def open_tier_store(
         weights = place.bind(settings)
         store = open_store(config, place, stack)
         namespace = RankIdentities(settings, weights).namespace
-        keys = ChunkKeys(namespace, place.name_key(), sees_media=sees_media(vllm_config))
+        reuses, media = may_reuse(vllm_config), sees_media(vllm_config)
+        keys = ChunkKeys(namespace, place.name_key(), reuses=reuses, sees_media=media)
         pool = Pool(rows.ctypes.data, nbytes)
         stored = access.start(_work(config, spec, access, pool))
         stack.callback(stored.close)
