@@ -86,3 +86,46 @@ def test_chunks_that_nothing_is_wrong_with_are_not_asked_for_again_at_once(
     monkeypatch.undo()
     with running(settings, devices) as engine:
         assert engine.looked_up(KEYS, engine.begin()) == KEYS
+
+
+def test_an_end_does_not_wait_for_ever(
+    settings: VllmConfig, tmp_devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job of which nothing is heard; what was written before is found later."""
+    devices = tmp_devices(1)
+    with running(settings, devices, **faults()) as engine:
+        engine.store(KEYS, engine.begin())
+        engine.settle()
+        stored = type(engine.tier._parts.bytes)
+        with monkeypatch.context() as patch:
+            patch.setattr(stored, "take_write_results", lambda _: ([], []))
+            engine.store([key_of(99)], engine.begin())
+            engine.step()
+            assert engine.tier.has_pending_work()
+            began = time.monotonic()
+            engine.tier.shutdown()
+            assert 3 * DEADLINE_S <= time.monotonic() - began < LONGEST_S
+    with running(settings, devices) as engine:
+        assert engine.looked_up([*KEYS, key_of(99)], engine.begin()) == KEYS
+
+
+def test_an_end_that_fails_in_part_closes_the_rest(
+    settings: VllmConfig, tmp_devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = tmp_devices(1)
+    with running(settings, devices) as engine:
+        engine.store(KEYS, engine.begin())
+        engine.settle()
+        kind = type(engine.tier._parts.writer)
+        close = kind.close
+
+        def fail(writer: Any) -> None:  # noqa: ANN401 - of chunks
+            close(writer)
+            raise RuntimeError("no luck")
+
+        monkeypatch.setattr(kind, "close", fail)
+        with pytest.raises(RuntimeError, match="no luck"):
+            engine.tier.shutdown()
+    monkeypatch.undo()
+    with running(settings, devices) as engine:  # nothing is locked
+        assert engine.looked_up(KEYS, engine.begin()) == KEYS

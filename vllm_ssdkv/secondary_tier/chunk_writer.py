@@ -51,7 +51,7 @@ class ChunkWriter:
     """Fills frames with chunks and has them written. One thread calls the methods.
 
     A chunk is copied as soon as there is a frame for it. It fails when frames stand still for as
-    long as an I/O request may take.
+    long as an I/O request may take, and with all that wait at an error that nothing foresaw.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class ChunkWriter:
 
     def _run(self) -> None:
         while not self._stopping:
-            self._take_orders()
-            taken = list(self._waiting)[:_AT_ONCE]
-            if not taken:
-                continue
-            done = 0
+            done = False
             with self._errors.swallowed("chunks are not stored"):
-                done = self._copy(taken)
-            self._settle(taken, done)
+                self._take_orders()
+                taken = list(self._waiting)[:_AT_ONCE]
+                self._settle(taken, self._copy(taken))
+                done = True
+            if not done:
+                self._give_up(len(self._waiting))
         self._give_up(len(self._waiting))
 
     def _take_orders(self) -> None:
@@ -106,9 +106,10 @@ class ChunkWriter:
         timeout = _LOOK_S if self._waiting else None
         try:
             while True:
-                if not self._waiting:
-                    self._moved = time.monotonic()
+                idle = not self._waiting
                 order = self._orders.get(timeout=timeout)
+                if idle:
+                    self._moved = time.monotonic()
                 self._waiting.extend(order or ())
                 timeout = 0.0
                 if self._stopping:
@@ -120,6 +121,8 @@ class ChunkWriter:
 
     def _copy(self, taken: Sequence[ChunkWrite]) -> int:
         """Copy the first of these chunks, as many as there are frames; how many."""
+        if not taken:
+            return 0
         slots = np.array([write.slot for write in taken], dtype=np.int64)
         frames = self._store.reserve_frames(slots, wait=False)
         taken = taken[: len(frames)]

@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 _LOOK_S: Final = 0.001
 """Time between two looks for the end of a job, where somebody waits for it."""
 
+_DEADLINES: Final = 3
+"""Deadlines of I/O (``io.deadline``) after which a job that is waited for is late."""
+
 _OF_VLLM: Final = frozenset({"type", "module_path", "backpressure"})
 """Fields of an entry of ``secondary_tiers`` that vLLM takes out itself."""
 
@@ -161,10 +164,12 @@ class SSDKVTier(SecondaryTierManager):
 
     def drain_jobs(self) -> None:
         """Wait until every job has ended. vLLM asks for this when its cache is reset: from then on
-        the weights may be others, and the engine gets another identity."""
-        while self._stores.under_way or self._loads.under_way:
-            self._poll()
-            time.sleep(_LOOK_S)
+        the weights may be others, and the engine gets another identity.
+
+        There is no limit: a job that has not ended may still write into vLLM's pool, or read what
+        vLLM puts there next."""
+        while not self._drained():
+            logger.warning("ssdkv: jobs of the tier do not end, and vLLM resets its cache after them")
         if self._forgets:
             self._parts.keys.renew()
             self._events.renewed()
@@ -172,6 +177,16 @@ class SSDKVTier(SecondaryTierManager):
                 "ssdkv: vLLM has reset its cache: nothing that was stored before is found any "
                 "more, and a later start does not find what is stored from now on (on_reset)"
             )
+
+    def _drained(self) -> bool:
+        """Wait until every job has ended, for a few deadlines; whether all have."""
+        end = time.monotonic() + _DEADLINES * self._parts.access.opened.files.deadline_s
+        while self._stores.under_way or self._loads.under_way:
+            if time.monotonic() > end:
+                return False
+            self._poll()
+            time.sleep(_LOOK_S)
+        return True
 
     # ---- both ----
 
@@ -196,8 +211,9 @@ class SSDKVTier(SecondaryTierManager):
         """End of the engine: what is under way is written, the journal is made durable."""
         if self._rows is None:
             return
-        while self._stores.under_way or self._loads.under_way:
-            self._poll()
-            time.sleep(_LOOK_S)
-        self._parts.close()
-        self._rows = None  # vLLM unmaps its pool now
+        try:
+            if not self._drained():
+                logger.warning("ssdkv: jobs of the tier do not end: what they store is not found later")
+        finally:
+            self._rows = None  # vLLM unmaps its pool next
+            self._parts.close()

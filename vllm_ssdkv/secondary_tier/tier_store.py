@@ -78,10 +78,11 @@ class TierStore:
 
     def close(self) -> None:
         """Write what is committed, and make journal and manifest durable."""
-        self.writer.close()
-        self.bytes.close()
-        self.store.close()
-        self.access.close()
+        with ExitStack() as stack:  # the last one first, and each whatever others raise
+            stack.callback(self.access.close)
+            stack.callback(self.store.close)
+            stack.callback(self.bytes.close)
+            stack.callback(self.writer.close)
 
 
 def open_tier_store(

@@ -1,0 +1,104 @@
+"""The thread that copies chunks goes on, whatever happens to a chunk, and is patient with each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.kit.waiting import until
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.secondary_tier.chunk_writer import ChunkWrite, ChunkWriter, Pool
+
+ROW = 4096
+DEADLINE_S = 0.3
+
+
+class Frames:
+    """A store with a frame for each slot, once ``looks`` have found none."""
+
+    def __init__(self) -> None:
+        self.memory = np.zeros((8, ROW), dtype=np.uint8)
+        self.save_frames = SimpleNamespace(address=self._address)
+        self.looks = 0
+        self.broken = False
+        self.flushed: list[int] = []
+
+    def _address(self, frames: NDArray[np.int32]) -> NDArray[np.uint64]:
+        return np.array([self.memory[f].ctypes.data for f in frames.tolist()], dtype=np.uint64)
+
+    def reserve_frames(self, slots: NDArray[np.int64], *, wait: bool) -> NDArray[np.int32]:
+        if self.broken:
+            raise RuntimeError("no luck")
+        self.looks -= 1
+        return (slots if self.looks < 0 else slots[:0]).astype(np.int32)
+
+    def flush(self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: list[bytes]) -> None:
+        self.flushed += slots.tolist()
+
+
+@pytest.fixture
+def frames() -> Frames:
+    return Frames()
+
+
+@pytest.fixture
+def rows() -> NDArray[np.uint8]:
+    return np.random.default_rng(3).integers(0, 256, (8, ROW), dtype=np.uint8)
+
+
+@pytest.fixture
+def writer(frames: Frames, rows: NDArray[np.uint8]) -> Iterator[ChunkWriter]:
+    store: Any = frames
+    made = ChunkWriter(store, Pool(rows.ctypes.data, ROW), 0, DEADLINE_S, Counters())
+    yield made
+    made.close()
+
+
+def write_of(slot: int) -> ChunkWrite:
+    return ChunkWrite(slot, 1, bytes(32), slot)
+
+
+def test_idle_time_is_no_patience(
+    writer: ChunkWriter, frames: Frames, rows: NDArray[np.uint8]
+) -> None:
+    time.sleep(2 * DEADLINE_S)
+    frames.looks = 3
+    writer.write([write_of(slot) for slot in range(8)])
+    until(lambda: len(frames.flushed) == 8)
+    assert writer.take_failed() == []
+    np.testing.assert_array_equal(frames.memory, rows)
+
+
+def test_chunks_without_a_frame_fail_in_time(writer: ChunkWriter, frames: Frames) -> None:
+    frames.looks = 1 << 30
+    began, failed = time.monotonic(), []
+    writer.write([write_of(0), write_of(1)])
+    until(lambda: bool(failed.extend(writer.take_failed()) or failed))
+    assert failed == [(0, 1), (1, 1)]
+    assert time.monotonic() - began >= DEADLINE_S
+
+
+def test_an_error_fails_what_waits_and_not_what_follows(
+    writer: ChunkWriter, frames: Frames
+) -> None:
+    def broken_order() -> Iterator[ChunkWrite]:
+        yield write_of(0)
+        raise RuntimeError("no luck")
+
+    order: Any = broken_order()
+    failed: list[tuple[int, int]] = []
+    writer.write(order)
+    until(lambda: bool(failed.extend(writer.take_failed()) or failed))
+    frames.broken = True
+    writer.write([write_of(1)])
+    until(lambda: len(failed.extend(writer.take_failed()) or failed) == 2)
+    assert failed == [(0, 1), (1, 1)]
+    frames.broken = False
+    writer.write([write_of(2)])
+    until(lambda: frames.flushed == [2])
