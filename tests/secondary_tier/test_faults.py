@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from vllm.config import VllmConfig
+from vllm.v1.kv_offload.base import OffloadKey
 
-from tests.secondary_tier.rig import key_of, running
+from tests.secondary_tier.rig import Engine, key_of, running
 
 Devices = Callable[[int], list[Path]]
 
@@ -22,6 +23,13 @@ LONGEST_S = 30.0
 
 def faults(*rules: dict[str, Any]) -> dict[str, Any]:
     return {"io": {"deadline": DEADLINE_S, "faults": list(rules)}}
+
+
+def replayed(engine: Engine, found: set[OffloadKey]) -> set[OffloadKey]:
+    """Chunks that can be found by the events since the last call; ``found`` before."""
+    for event in engine.events():
+        (found.difference_update if event.removed else found.update)(event.keys)
+    return found
 
 
 @pytest.mark.parametrize("kind", ["eio", "enospc", "stall"])
@@ -65,7 +73,7 @@ def test_chunks_that_nothing_is_wrong_with_are_not_asked_for_again_at_once(
 ) -> None:
     """A copy fails that blames no chunk, as where memory stays taken."""
     devices, loads = tmp_devices(1), []
-    with running(settings, devices) as engine:
+    with running(settings, devices, enable_kv_events=True) as engine:
         engine.store(KEYS, engine.begin())
         engine.settle()
         engine.empty_pool()
@@ -83,7 +91,12 @@ def test_chunks_that_nothing_is_wrong_with_are_not_asked_for_again_at_once(
         assert engine.stored(KEYS, context) == set()
         assert engine.looked_up(KEYS, context) == []
         assert len(loads) == 1
-    monkeypatch.undo()
+        monkeypatch.undo()
+        assert replayed(engine, set()) == set()
+        monkeypatch.setattr(engine.tier._own.unread, "_clock", lambda: float("inf"))
+        engine.step()
+        assert replayed(engine, set()) == set(KEYS)
+        assert engine.looked_up(KEYS, context) == KEYS
     with running(settings, devices) as engine:
         assert engine.looked_up(KEYS, engine.begin()) == KEYS
 
@@ -128,4 +141,25 @@ def test_an_end_that_fails_in_part_closes_the_rest(
             engine.tier.shutdown()
     monkeypatch.undo()
     with running(settings, devices) as engine:  # nothing is locked
+        assert engine.looked_up(KEYS, engine.begin()) == KEYS
+
+
+def test_events_tell_of_a_drive_that_is_away_for_a_while(
+    settings: VllmConfig, tmp_devices: Devices
+) -> None:
+    found: set[OffloadKey] = set()
+    with running(settings, tmp_devices(2), enable_kv_events=True) as engine:
+        engine.store(KEYS, engine.begin())
+        engine.settle()
+        assert replayed(engine, found) == set(KEYS)
+        told = engine.tier._parts.access
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(told, "report", lambda found: found.lost_devices.append(1))
+            engine.step()
+        left = {KEYS[position] for position in engine.stored(KEYS)}
+        assert replayed(engine, found) == left < set(KEYS)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(told, "report", lambda found: found.returned_devices.append(1))
+            engine.step()
+        assert replayed(engine, found) == set(KEYS)
         assert engine.looked_up(KEYS, engine.begin()) == KEYS

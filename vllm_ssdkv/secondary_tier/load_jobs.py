@@ -110,7 +110,9 @@ class LoadJobs:
             if not (outcome.complete or failed):  # for lack of memory, or by an error of ours
                 outcome.unread += [(chunk.slot, chunk.epoch) for chunk in chunks]
                 failed = {chunk.slot for chunk in chunks}
-            self._own.unread.failed(outcome.unread)
+            if outcome.unread:
+                self._own.unread.failed(outcome.unread)
+                self._events.look()
             if outcome.complete:
                 state.good += [chunk.name for chunk in chunks]
             elif len(chunks) > 1:

@@ -145,7 +145,7 @@ class SSDKVTier(SecondaryTierManager):
         """Placement of slots, and what drives and scrub have told."""
         own, access, policy = self._own, self._parts.access, self._parts.store.write_policy
         own.rebalancer.step()
-        own.unread.step()
+        found_again = own.unread.step()
         segments = own.rebalancer.take_segments()
         if segments is not None:
             access.change_segments(segments)
@@ -161,6 +161,8 @@ class SSDKVTier(SecondaryTierManager):
         told = [pair for pair in (*report.bad, *report.mended) if own.index.holds(*pair)]
         access.settle(None, told)
         self._loads.drop(report.bad, "read_error")
+        if found_again or report.lost_devices or report.returned_devices:
+            self._events.look()
 
     def drain_jobs(self) -> None:
         """Wait until every job has ended. vLLM asks for this when its cache is reset: from then on
@@ -169,7 +171,7 @@ class SSDKVTier(SecondaryTierManager):
         There is no limit: a job that has not ended may still write into vLLM's pool, or read what
         vLLM puts there next."""
         while not self._drained():
-            logger.warning("ssdkv: jobs of the tier do not end, and vLLM resets its cache after them")
+            logger.warning("ssdkv: jobs of the tier do not end, and a reset waits for them")
         if self._forgets:
             self._parts.keys.renew()
             self._events.renewed()
@@ -213,7 +215,7 @@ class SSDKVTier(SecondaryTierManager):
             return
         try:
             if not self._drained():
-                logger.warning("ssdkv: jobs of the tier do not end: what they store is not found later")
+                logger.warning("ssdkv: jobs of the tier do not end: what they store is lost")
         finally:
             self._rows = None  # vLLM unmaps its pool next
             self._parts.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent
 
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey
 
 MEDIUM = Medium.STORAGE
+
+_MAY_RETURN: Final = (SlotState.MASKED, SlotState.PRIVATE)
+"""States of a chunk out of reach; it is private as long as a job uses it."""
 
 
 class TierEvents:
@@ -25,6 +28,8 @@ class TierEvents:
         self._index, self._locality, self._wanted = index, locality, wanted
         self._names: dict[int, tuple[int, OffloadKey]] = {}
         """Epoch and vLLM's key of what was told, by slot."""
+        self._away: set[int] = set()
+        """Those of them that were told to be gone, and may be back."""
         self._events: list[OffloadingEvent] = []
 
     def stored(self, slot: int, epoch: int, name: OffloadKey) -> None:
@@ -35,19 +40,27 @@ class TierEvents:
 
     def reused(self, slots: Iterable[int]) -> None:
         """Slots were given to other chunks."""
-        gone = [self._names.pop(slot)[1] for slot in slots if slot in self._names]
-        self._tell(gone, removed=True)
+        gone = {slot: self._names.pop(slot)[1] for slot in slots if slot in self._names}
+        self._tell([n for slot, n in gone.items() if slot not in self._away], removed=True)
+        self._away -= gone.keys()
 
     def look(self) -> None:
-        """Chunks may have been given up: tell of those that cannot be found any more."""
-        index = self._index
-        self.reused(
-            [
-                slot
-                for slot, (epoch, _) in self._names.items()
-                if index.epoch(slot) != epoch or index.state(slot) is not SlotState.READY
-            ]
-        )
+        """Chunks may have been given up, or be out of reach or back: tell of those that cannot be
+        found any more, and that can be again."""
+        ready, away, gone = set(), set(), []
+        for slot, (epoch, _) in self._names.items():
+            state = self._index.state(slot) if self._index.epoch(slot) == epoch else None
+            if state is SlotState.READY:
+                ready.add(slot)
+            elif state in _MAY_RETURN:
+                away.add(slot)
+            else:
+                gone.append(slot)
+        self.reused(gone)
+        self._tell([self._names[slot][1] for slot in away - self._away], removed=True)
+        # Behind what is gone: one that is back takes the place of another with its key.
+        self._tell([self._names[slot][1] for slot in ready & self._away], removed=False)
+        self._away = away
 
     def renewed(self) -> None:
         """Nothing that was stored so far is found any more."""

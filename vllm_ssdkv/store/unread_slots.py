@@ -65,11 +65,14 @@ class UnreadSlots:
             self._due.pop(slot, None)
             self._due[slot] = self._clock() + RETRY_S
 
-    def step(self) -> None:
-        """Have slots found again whose time has come."""
-        if self._due:
-            now = self._clock()
-            self._show([slot for slot, due in self._due.items() if due <= now])
+    def step(self) -> bool:
+        """Have slots found again whose time has come; whether there were any."""
+        if not self._due:
+            return False
+        now = self._clock()
+        slots = [slot for slot, due in self._due.items() if due <= now]
+        self._show(slots)
+        return bool(slots)
 
     def give_up(self) -> bool:
         """Drop all of them, because a request needs room; whether there were any."""
