@@ -273,6 +273,26 @@ class TestRanks:
         assert ranks.adapter_digest(7) == b""
 
 
+def hbm_with(*named: tuple[bytes, int]) -> HbmIdentities:
+    """Identities of an HBM with blocks from 100 on. ``named``: hash and group of each."""
+    hbm, known = HbmIdentities(NAMESPACE), BlockHashToBlockMap()
+    blocks = [SimpleNamespace(block_hash=None)]
+    for number, (block_hash, group) in enumerate(named, 100):
+        name = make_block_hash_with_group_id(BlockHash(block_hash), group)
+        known.insert(name, KVCacheBlock(number))
+        blocks.append(SimpleNamespace(block_hash=cast(Any, name)))
+    pool: Any = SimpleNamespace(blocks=blocks, cached_block_hash_to_block=known)
+    hbm.pool, hbm.groups = pool, 2
+    return hbm
+
+
+def forget_what_is_gone(hbm: HbmIdentities, identity: bytes) -> None:
+    """Have blocks computed that HBM does not keep, until something is forgotten."""
+    for number in range(5000):
+        hbm.holds([number.to_bytes(32, "big")], identity)
+    assert hbm.remembered < 4200
+
+
 class TestHbm:
     """Identities of the blocks that HBM keeps."""
 
@@ -283,10 +303,10 @@ class TestHbm:
         assert hbm.remembered == 0
 
     def test_blocks_of_other_weights_are_told_apart(self) -> None:
-        hbm, new = HbmIdentities(NAMESPACE), bytes(32)
+        hbm, new = hbm_with(*((one, 0) for one in HASHES)), bytes(32)
         hbm.weights_changed(new)
         assert hbm.began_with(HASHES[:1], new), "of which nothing was said"
-        hbm.holds(HASHES[:2], new)
+        hbm.holds(HASHES[:2], new, (range(100, 105), []))
         assert not hbm.began_with(HASHES[:2], new)
         assert hbm.began_with(HASHES[:3], new)
         assert hbm.began_with(HASHES[:2], NAMESPACE)
@@ -294,8 +314,8 @@ class TestHbm:
         assert hbm.began_with(HASHES[:2], new), "what several have computed is nobody's"
 
     def test_an_adapters_blocks_are_told_from_others(self) -> None:
-        hbm = HbmIdentities(NAMESPACE)
-        hbm.holds(HASHES, b"adapter")
+        hbm = hbm_with(*((one, 0) for one in HASHES))
+        hbm.holds(HASHES, b"adapter", (range(100, 105), []))
         assert hbm.began_with(HASHES, b"another in its place")
         assert not hbm.began_with(HASHES, b"adapter")
 
@@ -316,17 +336,29 @@ class TestHbm:
         hbm.holds(HASHES[:1], new, ([8], [9]))
         assert not hbm.began_with(HASHES[:1], new)
 
-    def test_what_hbm_has_given_up_is_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        hbm = HbmIdentities(NAMESPACE)
-        kept = SimpleNamespace(block_hash=HASHES[0] + bytes(4))
-        blocks = [kept, SimpleNamespace(block_hash=None)]
-        known = BlockHashToBlockMap()
-        pool: Any = SimpleNamespace(blocks=blocks, cached_block_hash_to_block=known)
-        hbm.pool = pool
-        for number in range(5000):
-            hbm.holds([number.to_bytes(32, "big"), HASHES[0]], b"adapter")
-        assert hbm.remembered < 4200
+    def test_what_hbm_has_given_up_is_forgotten(self) -> None:
+        hbm = hbm_with((HASHES[0], 0))
+        hbm.holds(HASHES[:1], b"adapter", ([100], []))
+        forget_what_is_gone(hbm, b"adapter")
         assert not hbm.began_with(HASHES[:1], b"adapter")
+        assert hbm.began_with(HASHES[:1], NAMESPACE), "of what is there nothing is forgotten"
+
+    @pytest.mark.parametrize("identity", [b"adapter", bytes(32)], ids=["adapter", "weights"])
+    def test_a_hash_without_a_block_says_nothing(self, identity: bytes) -> None:
+        """Full attention has a block under every other hash. Of a window's blocks, under each, the
+        last one is there."""
+        hbm = hbm_with((HASHES[1], 0), (HASHES[3], 0), (HASHES[3], 1))
+        hbm.holds(HASHES[:4], identity, ([100, 101], [102]))
+        forget_what_is_gone(hbm, identity)
+        assert not hbm.began_with(HASHES[:4], identity)
+
+    def test_an_older_block_of_a_window_counts(self) -> None:
+        """It lies under a hash that names no block of full attention."""
+        hbm, new = hbm_with((HASHES[1], 0), (HASHES[0], 1), (HASHES[1], 1)), bytes(32)
+        hbm.weights_changed(new)
+        hbm.holds(HASHES[1:2], new, ([100], [102]))
+        assert not hbm.began_with(HASHES[1:2], new)
+        assert hbm.began_with(HASHES[:2], new)
 
 
 def hashed(tokens: list[int], lora: LoRARequest | None) -> Request:

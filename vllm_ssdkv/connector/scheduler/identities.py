@@ -95,10 +95,15 @@ class HbmIdentities:
         return len(self._identities)
 
     def began_with(self, hashes: Sequence[bytes], identity: bytes) -> bool:
-        """Check whether any of these blocks was computed with something else than ``identity``."""
+        """Check whether any of these blocks was computed with something else than ``identity``.
+
+        Only hashes count under which HBM has a block: some name no block of any group, and what was
+        said of blocks that are gone may be forgotten.
+        """
         if identity == self._initial and not self._identities:
             return False
-        return any(self._identities.get(h, self._initial) != identity for h in hashes)
+        others = (h for h in hashes if self._identities.get(h, self._initial) != identity)
+        return any(self._has_older(h, ()) for h in others)
 
     def holds(
         self, hashes: Sequence[bytes], identity: bytes, blocks: Sequence[Sequence[int]] = ()
@@ -123,7 +128,8 @@ class HbmIdentities:
             self._prune_at = max(_LEAST_PRUNED, 2 * len(self._identities))
 
     def _has_older(self, block_hash: bytes, own: Sequence[set[int]]) -> bool:
-        """Check whether HBM has a block of this hash in a group that is not a request's own."""
+        """Check whether HBM has a block of this hash in a group that is not a request's own.
+        ``own``: HBM blocks of the request, by group; empty: none."""
         if self.pool is None:
             return False
         known = self.pool.cached_block_hash_to_block
