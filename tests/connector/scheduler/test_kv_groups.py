@@ -332,6 +332,18 @@ def test_a_state_that_was_in_hbm_is_stored_with_the_blocks_that_were() -> None:
         assert begun == chain[first:], (first, computed)
 
 
+def test_a_state_within_a_block_of_ours_is_not_stored() -> None:
+    """States in blocks of 8, two to one of 16: HBM's hit ended between them."""
+    groups = groups_of([None, STATE], sizes=[BLOCK, 8])
+    request = cast(Request, SimpleNamespace(request_id="c"))
+    state = RequestState(request, block_ids=[[11, 12], [0, 0, 23]])
+    found = list(groups.completed(state, told(), KEYS[:1], 0, BLOCK + 8))
+    assert found == [(0, KEYS[0], 11)]
+    state = RequestState(request, block_ids=[[11, 12], [0, 0, 0, 24]])
+    found = list(groups.completed(state, told(), KEYS[:2], 0, 2 * BLOCK))
+    assert found == [(0, KEYS[0], 11), (1, KEYS[1], 12), (1, groups.keys(KEYS, 1)[1], 24)]
+
+
 # ---- room in HBM ----
 
 

@@ -289,7 +289,7 @@ class BlockGroups:
                         yield block, key, ids[block]
         told = output.kv_connector_block_state
         offers = [] if told is None else told.boundary_state_offloads.get(state.request_id, [])
-        if first == 0 and computed:
+        if first == 0 and computed and not computed % self._block:
             # It goes on from states that were in HBM, which another request may have left there
             # without that they were stored. The step leaves them as they are.
             last = (computed - 1) // self._block
