@@ -356,10 +356,15 @@ def asking(tokens: int) -> Request:
     return cast(Request, found)
 
 
-def pooled(windows: list[int | None], most: list[int | None], used: set[int]) -> Any:  # noqa: ANN401 - groups
+def pooled(
+    windows: list[int | None],
+    most: list[int | None],
+    used: set[int],
+    sizes: Sequence[int] | None = None,
+) -> Any:  # noqa: ANN401 - groups
     """Groups over a pool in which others hold these blocks of the first group; and a way to ask
     for room when so many blocks are free."""
-    groups = groups_of(windows)
+    groups = groups_of(windows, sizes=sizes)
 
     def cached(key: bytes, ids: list[int]) -> list[Any] | None:
         block = KEYS.index(key)
@@ -394,8 +399,9 @@ def test_a_load_needs_room_for_all_that_is_computed_after_it() -> None:
     assert pooled([None], [None], set())(0, [other], 0), "vLLM counts that itself"
 
 
-def test_a_request_holds_few_states_at_a_time() -> None:
-    has_room = pooled([None, STATE], [None, None], set())
+@pytest.mark.parametrize("size", [BLOCK, 8])
+def test_a_request_holds_few_states_at_a_time(size: int) -> None:
+    has_room = pooled([None, STATE], [None, None], set(), [BLOCK, size])
     needed = 20 + 4
     assert has_room(0, [state(0, 100)], needed)
     assert not has_room(0, [state(0, 100)], needed - 1)

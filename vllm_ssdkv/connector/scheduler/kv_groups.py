@@ -94,6 +94,9 @@ class _Part:
 
     def held_at_most(self, blocks: int) -> int:
         """Most blocks that a request of so many holds in HBM at a time."""
+        if isinstance(self.spec, MambaSpec):
+            # The group has no other part.
+            return held_at_most(self.manager, blocks * self.of)
         return min(blocks, -(-held_at_most(self.manager, blocks * self.of) // self.of))
 
 
