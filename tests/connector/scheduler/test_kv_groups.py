@@ -415,7 +415,7 @@ def test_parts_need_room_for_their_blocks() -> None:
     index = SlotIndex(100, None)
     groups = groups_of([None, 20], index, sizes=[BLOCK, 8])
     hashes = [bytes([number]) * 32 for number in range(40)]
-    held = {(hashes[1], 0), (hashes[3], 0), (hashes[2], 0), (hashes[3], 1), (hashes[2], 1)}
+    held = {(hashes[1], 0), (hashes[3], 0), (hashes[2], 0), (hashes[3], 1)}
 
     def cached(key: bytes, ids: list[int]) -> list[Any] | None:
         return [SimpleNamespace(ref_cnt=1)] if (key, *ids) in held else None
@@ -426,8 +426,8 @@ def test_parts_need_room_for_their_blocks() -> None:
         one.max_admission_blocks_per_request = 4 if part.group else None
         one.block_pool = pool
     request = cast(Request, SimpleNamespace(num_tokens=320, block_hashes=hashes))
-    # In HBM are two blocks of the first group, and of the other both of the second block.
-    for first, hit, shared in ((0, 10, 0), (2, 2, 4), (2, 10, 2)):
+    # In HBM are two blocks of the first group, and of the other the second half of a block.
+    for first, hit, shared in ((0, 10, 0), (2, 2, 3), (2, 10, 2)):
         for free, fits in ((24 - shared, True), (23 - shared, False)):
             pool.get_num_free_blocks = lambda free=free: free
             assert groups.has_room(request, first, hit, [state(0, 100)]) is fits, (first, hit)
