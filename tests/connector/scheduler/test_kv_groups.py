@@ -79,6 +79,12 @@ def test_the_chain_is_the_first_group_that_keeps_everything(
     assert groups_of(windows).chain == chain
 
 
+def test_the_newest_block_of_the_chain_is_in_hbm() -> None:
+    """Of a window of 4 tokens, in blocks of 8, the earlier part of the last block is not."""
+    groups = groups_of([4, 40], sizes=[8, BLOCK])
+    assert groups.chain_block([[0, 0, 0, 7], [5, 6]], 1) == 7
+
+
 def test_groups_have_keys_of_their_own() -> None:
     groups = groups_of([40, None, 40])
     assert groups.keys(KEYS, 1) == KEYS, "as in a store of a model with one group"

@@ -176,7 +176,9 @@ class BlockGroups:
         ]
         every = range(len(self._parts))
         whole = [g for g in every if not self._parts[g].manager.get_num_skipped_tokens(_FAR)]
-        self.chain = whole[0] if whole else 0
+        # Of a window shorter than a block of ours, HBM may have the last part only.
+        chains = whole or [g for g in every if not self._parts[g].group][-1:]
+        self.chain = chains[0] if chains else 0  # there are no managers yet
         self._others = [g for g in every if g != self.chain]
         self._whole = whole[1:]
         self._recurrent = [g for g in every if isinstance(self._parts[g].spec, MambaSpec)]
