@@ -24,6 +24,7 @@ from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.kv_layout import KVLayout
 from vllm_ssdkv.connector.model_layout import directory_name, fingerprint, kv_layout
+from vllm_ssdkv.connector.worker.block_comparison import element_type
 
 ENGINE: Any = SimpleNamespace(
     parallel_config=SimpleNamespace(tensor_parallel_size=1),
@@ -190,6 +191,23 @@ def test_blocks_of_several_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert digest == "b98aa3bb890f4cd6e4e1b8deb3e2fdbf", (
         "as before there were blocks of several sizes"
     )
+
+
+@pytest.mark.parametrize("windows", [[64, None], [None, 64]])
+@pytest.mark.parametrize("full_is_fp8", [True, False])
+def test_blocks_of_the_chain_are_compared_in_their_own_dtype(
+    windows: list[int | None], full_is_fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM keeps some layers in the model's dtype beside others in fp8, of twice the tokens."""
+    monkeypatch.setattr(ENGINE.cache_config, "cache_dtype", "fp8")
+    kept = mixed(windows, [2, 2])
+    for group, window in zip(kept.kv_cache_groups, windows, strict=True):
+        if (window is None) is full_is_fp8:
+            fp8: Any = {"block_size": 32, "dtype": torch.uint8}
+            group.kv_cache_spec = replace(group.kv_cache_spec, **fp8)
+    found = kv_layout(SSDKVConfig.from_extra_config({}), ENGINE, kept)
+    own, tokens = (torch.float8_e4m3fn, 32) if full_is_fp8 else (torch.float16, 16)
+    assert (element_type(found), found.chain_tokens) == (own, tokens)
 
 
 def test_channels_that_cannot_be_read_in_part_are_refused() -> None:

@@ -41,6 +41,8 @@ class KVLayout:
     chain_tokens: int = 0
     """Tokens of a block in HBM of the first group that attends to everything; 0: as many as
     ``block_tokens``, which are whole blocks of every group."""
+    chain_dtype: torch.dtype | None = None
+    """Dtype of that group; None: ``dtype``, that of the first with attention."""
 
     @property
     def all_layers(self) -> tuple[str, ...]:

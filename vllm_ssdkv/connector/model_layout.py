@@ -190,7 +190,7 @@ def kv_layout(
         geometry = SlotGeometry("opaque", len(names), 1, 1, spec.page_size_bytes)
     if config.encryption is not None:
         geometry = replace(geometry, encrypted=True)
-    whole = (one for one in specs if isinstance(one, FullAttentionSpec))
+    chain = next((one for one in specs if isinstance(one, FullAttentionSpec)), spec)
     return KVLayout(
         names,
         _block_tokens(specs),
@@ -205,7 +205,8 @@ def kv_layout(
         cache_dtype(vllm_config),
         vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config),
         kv_cache_config.has_mamba_layers or any(one.page_size_padded for one in specs),
-        next(whole, spec).block_size,
+        chain.block_size,
+        chain.dtype,
     )
 
 

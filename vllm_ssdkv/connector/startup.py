@@ -392,7 +392,7 @@ def _with_hits_to_verify(config: SSDKVConfig, layout: KVLayout) -> SSDKVConfig:
     """The options, with ``verify_hits`` off where a comparison would say nothing."""
     if not config.verify_hits:
         return config
-    if element_type(layout.dtype, layout.cache_dtype) is None:
+    if element_type(layout) is None:
         logger.warning(
             "ssdkv: KV of --kv-cache-dtype %s cannot be compared: verify_hits has no effect",
             layout.cache_dtype,

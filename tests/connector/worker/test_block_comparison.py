@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_ssdkv.connector.kv_layout import KVLayout
 from vllm_ssdkv.connector.worker.block_comparison import (
     MOST_BYTES,
     TOLERANCE,
@@ -169,14 +170,19 @@ def test_zeros_equal_zeros() -> None:
     assert rig.becomes(0, torch.ones_like(rig.values[0, 1])) == torch.inf
 
 
+def found_type(dtype: torch.dtype, cache_dtype: str) -> torch.dtype | None:
+    shape = SlotGeometry("opaque", 1, 1, 1, 4096)
+    return element_type(KVLayout(("a",), 16, 1, 8, dtype, shape, 1, 8, cache_dtype=cache_dtype))
+
+
 def test_which_numbers_can_be_compared() -> None:
     assert set(TOLERANCE) == set(DTYPES)
     for dtype in DTYPES:
-        assert element_type(dtype, "auto") is dtype
-    assert element_type(torch.uint8, "fp8") is torch.float8_e4m3fn
-    assert element_type(torch.uint8, "fp8_e5m2") is torch.float8_e5m2
-    assert element_type(torch.uint8, "nvfp4") is None
-    assert element_type(torch.int8, "int8") is None
+        assert found_type(dtype, "auto") is dtype
+    assert found_type(torch.uint8, "fp8") is torch.float8_e4m3fn
+    assert found_type(torch.uint8, "fp8_e5m2") is torch.float8_e5m2
+    assert found_type(torch.uint8, "nvfp4") is None
+    assert found_type(torch.int8, "int8") is None
 
 
 def test_stored_blocks_are_kept_until_they_are_taken() -> None:

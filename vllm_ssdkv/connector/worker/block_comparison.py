@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_ssdkv.connector.kv_layout import KVLayout
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
@@ -48,10 +49,11 @@ _FP8: Final = {
 }
 
 
-def element_type(dtype: torch.dtype, cache_dtype: str) -> torch.dtype | None:
-    """Dtype of the numbers of KV that vLLM keeps as ``dtype``; None: they cannot be compared."""
+def element_type(layout: KVLayout) -> torch.dtype | None:
+    """Dtype of the numbers in blocks of the chain, which are compared; None: they cannot be."""
+    dtype = layout.chain_dtype or layout.dtype
     if dtype == torch.uint8:
-        return _FP8.get(cache_dtype)
+        return _FP8.get(layout.cache_dtype)
     return dtype if dtype in TOLERANCE else None
 
 

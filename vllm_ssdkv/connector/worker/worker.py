@@ -200,7 +200,7 @@ class SSDKVWorker:
     def _block_comparer(self, caches: Sequence[torch.Tensor]) -> BlockComparer | None:
         """Make the comparer of blocks of these caches; None: their dtype allows no comparison."""
         layout = self.layout
-        kind = element_type(layout.dtype, layout.cache_dtype)
+        kind = element_type(layout)
         if kind is None:
             return None
         return BlockComparer(
