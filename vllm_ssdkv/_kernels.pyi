@@ -675,7 +675,7 @@ class StepPlan:
         """
         What a layer that has stopped has taken for its pages, as ``PageCache.acquire`` answers.
 
-        None: nothing, because there was no room.
+        The caller owns it then. None: nothing, because there was no room.
         """
 
     def resume(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -406,6 +407,32 @@ def test_native_code_brings_what_python_does(
     if places == 256:
         assert brought[3] == 0, "all of it was in the cache"
     assert lives[1][5].lost == {2}
+
+
+def interrupted(*_: object) -> None:
+    raise InterruptedError
+
+
+def test_a_layer_that_fails_keeps_no_place(
+    make_rows: Callable[..., Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages that it stopped for can be brought by the next step."""
+    rows, bounds = make_rows(256), BoundsSelector(Budget(share=0.6), PAGE, CpuScoringKernels())
+    selectors: dict[int, Selector] = dict.fromkeys(range(3), bounds)
+    away(rows)
+    chosen = choose(rows)
+    tables = chosen.tables
+    assert tables is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(SparseDecode, "bring", interrupted)
+        with pytest.raises(InterruptedError):
+            native_step(rows, chosen, selectors, None)
+    gc.collect()  # a plan gives back what it has
+    assert tables.taken() == tables.held() == 0
+    native = native_step(rows, chosen, selectors, None)
+    assert native.brought > 0
+    assert all(map(torch.equal, native.outs, python_step(rows, chosen, selectors, None).outs))
+    chosen.close()
 
 
 def test_where_pages_are_changes_no_bit(make_rows: Callable[..., Rows]) -> None:

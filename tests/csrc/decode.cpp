@@ -3,11 +3,14 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <span>
+#include <utility>
 
 #include "attention/isa.hpp"
 #include "attention/sparse.hpp"
 #include "decode/layer_run.hpp"
+#include "decode/page_table.hpp"
 #include "suite.hpp"
 
 namespace ssdkv::test {
@@ -59,6 +62,8 @@ struct Step {
   decode::ChoosingRows choosing{};
   decode::ScoredPages scored{};
   Group alike[2];
+
+  bool gives_up = false;  // at the first layer that stops
 
   explicit Step(Random& random);
   int64_t run(bool chooses, int64_t threads);
@@ -185,6 +190,7 @@ int64_t Step::run(bool chooses, int64_t threads) {
                                          nullptr};
     if (decode::run_layer(plan, operands, clock)) continue;
     ++stopped;
+    if (gives_up) return stopped;
     bring(operands, clock);
   }
   return stopped;
@@ -194,7 +200,7 @@ int64_t Step::run(bool chooses, int64_t threads) {
 void Step::bring(const decode::LayerOperands& operands, attention::AttentionClock& clock) {
   decode::WorkSpace& work = plan.work;
   check(work.asked.has_value(), "there is room");
-  const AskedPages& asked = *work.asked;
+  const AskedPages asked = *std::exchange(work.asked, std::nullopt);
   const int64_t page = plan.slot.page_stride / 4;
   for (size_t i = asked.held; i < asked.keys.size(); ++i) {
     const int64_t pages = kLayers * kv_heads * groups;
@@ -259,6 +265,15 @@ void pages_outside_frames(Random& random, int64_t threads) {
   }
   step.choosing.cache = step.tables.get();
   step.choosing.stored = step.stored.data();
+  // Somebody fails before he takes what a layer has stopped for: it is asked for as if new.
+  step.gives_up = true;
+  for (int again = 0; again < 2 && outside; ++again) {
+    check(step.run(true, threads) == 1, "nothing is in memory");
+    check(step.tables->taken() > 0, "the plan has places");
+  }
+  decode::give_back(step.plan);
+  check(step.tables->taken() == 0 && step.tables->held() == 0, "an unread page is held");
+  step.gives_up = false;
   for (const bool again : {false, true}) {
     const int64_t stopped = step.run(true, threads);
     check(stopped == (outside && !again ? kLayers : 0), "layers that stopped");

@@ -759,7 +759,8 @@ class ChosenPages:
     def _bring(self, part: slice | NDArray[np.int64], clock: StepClock, *, last: bool) -> PageList:
         """Bring a part of the pages into memory, where they stay until :meth:`_end_fetch`."""
         contexts, selection = self.contexts, self._selection
-        fetch = self._fetch = contexts.fetch_hot(self.wanted.part(part), self._asked)
+        asked, self._asked = self._asked, None
+        fetch = self._fetch = contexts.fetch_hot(self.wanted.part(part), asked)
         clock.lap(FETCH)
         if last and not self._looked_ahead:
             self._looked_ahead = True

@@ -207,6 +207,7 @@ struct BoundChoosingRows : ChoosingRows {
         const std::int32_t row = group->row[i];
         require(row >= 0 && row < count && !known[static_cast<std::size_t>(row)],
                 "each row is in one group");
+        require(i == 0 || group->row[i - 1] < row, "rows of a group must ascend");
         known[static_cast<std::size_t>(row)] = true;
         require(group->row_begin[i] == row_begin[row] &&
                     group->first_page[i + 1] - group->first_page[i] ==
@@ -297,7 +298,13 @@ class BoundPlan {
     choose(std::move(choosing));
   }
 
+  ~BoundPlan() { decode::give_back(plan_); }
+  BoundPlan(const BoundPlan&) = delete;
+  BoundPlan& operator=(const BoundPlan&) = delete;
+
   void choose(std::shared_ptr<const BoundChoosingRows> choosing) {
+    decode::give_back(plan_);
+    stopped_ = false;
     choosing_ = std::move(choosing);
     plan_.choosing = choosing_.get();
     if (!choosing_) return;
@@ -331,6 +338,7 @@ class BoundPlan {
       require(choosing_ && choosing_->cache != nullptr, "there is nothing to look up in");
       guess->check(*choosing_, hbm_.kv_heads);
     }
+    stopped_ = false;
     operands_ = {layer,
                  query,
                  out,
@@ -345,6 +353,8 @@ class BoundPlan {
       const Unlocked unlocked;
       stopped_ = !decode::run_layer(plan_, operands_, clock);
     }
+    operands_.sinks = nullptr;  // these two last as long as this call
+    operands_.guess = nullptr;
     const ChosenPages& chosen = plan_.work.chosen;
     if (stopped_ || !tell || chosen.count == 0) return std::nullopt;
     return std::pair{copied(chosen.pages, chosen.count),
@@ -356,6 +366,7 @@ class BoundPlan {
   // Of each group: pages, edges of their lists, mass, and by what they were chosen, if by anything:
   // weights of all pages, and the windows' mass.
   nb::list choices() const {
+    require(stopped_, "no layer has stopped");
     nb::list made;
     for (std::size_t g = 0; g < plan_.work.groups.size(); ++g) {
       const GroupWork& work = plan_.work.groups[g];
@@ -375,16 +386,19 @@ class BoundPlan {
   }
 
   // As PageCache::acquire() answers for all pages.
-  nb::object asked() const {
-    const WorkSpace& work = plan_.work;
+  nb::object asked() {
+    WorkSpace& work = plan_.work;
     if (!stopped_ || !work.asked) return nb::none();
+    const AskedPages& asked = *work.asked;
     std::vector<std::int32_t> which(static_cast<std::size_t>(work.chosen.count), kNoPlace);
     for (std::size_t i = 0; i < work.outside.size(); ++i) {
-      which[static_cast<std::size_t>(work.outside[i])] = work.asked->which[i];
+      which[static_cast<std::size_t>(work.outside[i])] = asked.which[i];
     }
-    return nb::make_tuple(to_numpy(std::move(which)), copied(work.asked->keys),
-                          copied(work.asked->places), work.asked->held, work.asked->framed,
-                          work.asked->coming, work.asked->guessed);
+    nb::object answer =
+        nb::make_tuple(to_numpy(std::move(which)), copied(asked.keys), copied(asked.places),
+                       asked.held, asked.framed, asked.coming, asked.guessed);
+    work.asked.reset();
+    return answer;
   }
 
   void resume(const Vector<std::uint64_t>& address, const Vector<std::int64_t>& position,
@@ -536,7 +550,7 @@ of the windows.)")
                   "NDArray[numpy.int32], int, int, int, int] | None"),
           R"(What a layer that has stopped has taken for its pages, as ``PageCache.acquire`` answers.
 
-None: nothing, because there was no room.)")
+The caller owns it then. None: nothing, because there was no room.)")
       .def("resume", &BoundPlan::resume, nb::arg("address").noconvert(),
            nb::arg("position").noconvert(), nb::arg("begin").noconvert(),
            nb::arg("end").noconvert(), nb::arg("clock"),

@@ -8,6 +8,7 @@
 #include "attention/attend.hpp"
 #include "attention/isa.hpp"
 #include "decode/choice.hpp"
+#include "decode/page_table.hpp"
 
 namespace ssdkv::decode {
 namespace {
@@ -70,9 +71,7 @@ struct Lease {
   explicit Lease(StepPlan& of) : plan(of) {}
   Lease(const Lease&) = delete;
   Lease& operator=(const Lease&) = delete;
-  ~Lease() {
-    if (plan.work.asked) plan.choosing->cache->release(plan.work.asked->places);
-  }
+  ~Lease() { give_back(plan); }
 
   StepPlan& plan;
 };

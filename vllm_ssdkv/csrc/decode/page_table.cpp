@@ -1,6 +1,8 @@
 #include "decode/page_table.hpp"
 
 #include <algorithm>
+#include <span>
+#include <utility>
 #include <vector>
 
 namespace ssdkv::decode {
@@ -99,8 +101,8 @@ bool all_here(const StepPlan& plan, const GuessedPages& guess) {
 
 bool look_up(StepPlan& plan, std::int64_t layer, std::size_t room, const GuessedPages* guess) {
   WorkSpace& work = plan.work;
+  give_back(plan);
   const std::int64_t framed = locate(plan, layer);
-  work.asked.reset();
   if (work.chosen.count > 0 && (!work.outside.empty() || guess != nullptr)) {
     if (!fits(plan, room)) return false;
     PageCache& cache = *plan.choosing->cache;
@@ -119,6 +121,17 @@ bool look_up(StepPlan& plan, std::int64_t layer, std::size_t room, const Guessed
   }
   plan.totals.framed += framed;
   return true;
+}
+
+void give_back(StepPlan& plan) {
+  if (!plan.work.asked) return;
+  const AskedPages asked = *std::exchange(plan.work.asked, std::nullopt);
+  const auto unread = std::span(asked.places).subspan(asked.held);
+  const std::vector<std::uint8_t> good(unread.size(), 0);
+  const std::vector<std::uint16_t> devices(unread.size(), 0);
+  PageCache& cache = *plan.choosing->cache;
+  cache.complete(std::span(asked.keys).subspan(asked.held), unread, good, devices);
+  cache.release(asked.places);
 }
 
 }  // namespace ssdkv::decode

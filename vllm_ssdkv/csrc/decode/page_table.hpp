@@ -19,7 +19,10 @@ struct GuessedPages {
 // Writes address and position of each page that was chosen to the plan's work space. Takes places
 // for pages without a frame, up to `room` distinct ones. Returns whether all lie in memory, none of
 // them because it was read ahead, and all of `guess`, if any: else somebody has to read, for this
-// layer or ahead, and what was taken is his.
+// layer or ahead. The places are the plan's until somebody takes `asked` out of its work space.
 bool look_up(StepPlan& plan, std::int64_t layer, std::size_t room, const GuessedPages* guess);
+
+// Gives back the places that are the plan's. Pages that nobody has read are nobody's then.
+void give_back(StepPlan& plan);
 
 }  // namespace ssdkv::decode

@@ -112,7 +112,7 @@ struct WorkSpace {
   std::vector<std::int32_t> outside;
   std::vector<std::int64_t> slots, numbers;
   std::vector<std::uint64_t> no_frame;
-  std::optional<AskedPages> asked;  // what was taken for them; nothing: there was no room
+  std::optional<AskedPages> asked;  // what was taken for them, until somebody else owns it
 };
 
 struct StepPlan {
