@@ -29,7 +29,7 @@ ASKED = st.one_of(
     st.builds(RequestOptions, selector=st.sampled_from(("exact", "window", "adaptive"))),
     st.builds(RequestOptions, budget=st.sampled_from((0.1, 0.6))),
 )
-"""Of a request, by an engine whose selector scores pages."""
+"""Options of requests to an engine whose selector scores pages."""
 REMEMBER = SelectionHistory.remember
 
 
@@ -53,7 +53,7 @@ class Case:
     sinks: int
     dense_layers: int
     asked: tuple[RequestOptions | None, ...]
-    """Of each request."""
+    """Options of each request."""
 
     def model(self) -> torch.nn.Module:
         heads = self.kv_heads * self.group

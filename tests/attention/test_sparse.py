@@ -308,12 +308,12 @@ def test_native_code_counts_frames_that_rows_share_once(
 
 @dataclass
 class Step:
-    """What a step of rows came to.
+    """Results of a step of rows.
 
     Attributes:
-        outs: Of each layer.
-        counts: Of the rows' choices, and of the pages.
-        lost: Rows.
+        outs: Output of each layer.
+        counts: Counts of the rows' choices, and of the pages.
+        lost: Rows that were lost.
         brought: Layers in which native code stopped, because somebody had to read.
     """
 

@@ -118,8 +118,8 @@ STATE_IN_CHUNK = -2
 def specs(
     windows: Sequence[int | None], in_hbm: int | None, sizes: Sequence[int] = ()
 ) -> list[KVCacheSpec]:
-    """What vLLM knows of the layers of each group, with the ``sizes`` of their blocks in tokens; in
-    page mode so many tokens are ``in_hbm``."""
+    """Make the layers' specs of the groups, whose blocks have ``sizes`` in tokens; in page mode HBM
+    holds ``in_hbm`` tokens."""
     found: list[KVCacheSpec] = []
     for window, size in zip(windows, sizes or [BLOCK] * len(windows), strict=True):
         shape: Any = {

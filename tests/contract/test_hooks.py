@@ -268,8 +268,8 @@ def test_managers_say_what_is_behind_a_window() -> None:
 
 
 def test_a_block_of_several_hashes_is_found_by_its_last_one() -> None:
-    """Where blocks of some groups have more tokens: vLLM hashes by the greatest common divisor, and
-    schedules by the least common multiple."""
+    """vLLM hashes groups of several block sizes by the greatest common divisor, and schedules them
+    by the least common multiple."""
     half, whole = (
         FullAttentionSpec(block_size=size, num_kv_heads=2, head_size=64, dtype=torch.float32)
         for size in (BLOCK, 2 * BLOCK)

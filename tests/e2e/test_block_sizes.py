@@ -110,7 +110,7 @@ def test_a_restart_reads_what_the_next_token_attends_to(rig: Rig) -> None:
 
 
 def test_the_next_turn_hits_beside_hbm(rig: Rig) -> None:
-    """What HBM's own cache has is not loaded, in whatever group; then all comes from the store."""
+    """Blocks in HBM's own cache are not loaded, in whatever group; then all come from the store."""
     asked = turn(rig.name, rig.stock)
     rig.restart(enable_prefix_caching=True)
     engine = rig.engine
@@ -138,7 +138,7 @@ def test_hits_are_verified(rig: Rig) -> None:
 
 
 def test_requests_that_are_preempted_go_on_from_the_store(rig: Rig) -> None:
-    """In an HBM in which they do not fit together."""
+    """The requests do not fit into HBM together."""
     wanted = rig.stock.answers(rig.name, PROMPTS[4:], GROWTH)
     rig.restart(num_gpu_blocks_override=24, max_model_len=256)
     got = rig.engine.answers(PROMPTS[4:], GROWTH)

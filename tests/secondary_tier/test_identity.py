@@ -1,4 +1,4 @@
-"""Whose chunks an engine finds: its own weights', its own images', and none from before a reset."""
+"""Identity of chunks: an engine finds those of its weights and images, and none before a reset."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_hashes_with_a_seed_of_one_process_are_refused(
 def test_data_parallel_engines_have_directories_of_their_own(
     settings: VllmConfig, tmp_devices: Devices
 ) -> None:
-    """Those of a dense model, too, to which vLLM says that each is the only one."""
+    """Each replica of a dense model is told that it is the only one, but by its index."""
     devices = tmp_devices(1)
 
     def parallel(index: int) -> dict[str, Any]:

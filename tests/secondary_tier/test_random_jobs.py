@@ -109,7 +109,7 @@ class Play:
         assert self.engine.stored([key_of(n) for n in range(KEYS)]) == set()
 
     def restart(self) -> None:
-        """What a lasting identity has stored is found again; nothing of another one."""
+        """Restart: chunks of a lasting identity are found again, and none of another one."""
         self.engine.close()
         weights = self.engine.weights
         self.engine = self._start()

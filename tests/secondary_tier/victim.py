@@ -53,7 +53,7 @@ class Watched:
 
 
 def recovered(engine: Engine, candidates: list[int]) -> list[int]:
-    """Those of the chunks that are found; all of them are loaded and compared."""
+    """Find chunks, load them and compare their bytes; return the numbers of those found."""
     keys = [key_of(number) for number in candidates]
     found = [candidates[position] for position in sorted(engine.stored(keys))]
     context = engine.begin()

@@ -57,7 +57,7 @@ class LoadJobs:
         self._own, self._counters = owned(parts.store.own), parts.store.counters
         self._index = self._own.index
         self._jobs: dict[str, _Job] = {}
-        """By the name of each load of the store."""
+        """Job of each load of the store, by the load's name."""
         self._done: list[JobResult] = []
         self._names = 0
 

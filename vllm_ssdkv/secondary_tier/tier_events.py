@@ -27,9 +27,9 @@ class TierEvents:
     def __init__(self, index: SlotIndex, locality: Locality | None, *, wanted: bool):
         self._index, self._locality, self._wanted = index, locality, wanted
         self._names: dict[int, tuple[int, OffloadKey]] = {}
-        """Epoch and vLLM's key of what was told, by slot."""
+        """Epoch and vLLM's key of each chunk that was reported as stored, by slot."""
         self._away: set[int] = set()
-        """Those of them that were told to be gone, and may be back."""
+        """Slots of these that were reported as removed, and may be back."""
         self._events: list[OffloadingEvent] = []
 
     def stored(self, slot: int, epoch: int, name: OffloadKey) -> None:

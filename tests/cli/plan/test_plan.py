@@ -53,7 +53,7 @@ def test_a_plan_ends_with_the_command_that_serves(machine: str) -> None:
 
 
 def test_weights_are_those_of_the_models_files(machine: str, tmp_path: Path) -> None:
-    """What is given goes before the index, and that before quantization_config."""
+    """--weights goes before the index, and the index before quantization_config."""
     model = tmp_path / "model"
     model.mkdir()
     config = json.loads((MODEL_DIR / "config.json").read_text())

@@ -80,7 +80,7 @@ def test_the_chain_is_the_first_group_that_keeps_everything(
 
 
 def test_the_newest_block_of_the_chain_is_in_hbm() -> None:
-    """Of a window of 4 tokens, in blocks of 8, the earlier part of the last block is not."""
+    """A window of 4 tokens, in blocks of 8, does not hold the earlier part of the last block."""
     groups = groups_of([4, 40], sizes=[8, BLOCK])
     assert groups.chain_block([[0, 0, 0, 7], [5, 6]], 1) == 7
 
@@ -417,7 +417,7 @@ def test_a_request_holds_few_states_at_a_time(size: int) -> None:
 
 
 def test_parts_need_room_for_their_blocks() -> None:
-    """Of 320 tokens a full group holds 20 blocks, one with a window of 20 tokens 4 of 8 tokens."""
+    """For 320 tokens a full group holds 20 blocks, and a window of 20 tokens 4 blocks of 8."""
     index = SlotIndex(100, None)
     groups = groups_of([None, 20], index, sizes=[BLOCK, 8])
     hashes = [bytes([number]) * 32 for number in range(40)]

@@ -165,7 +165,7 @@ def test_known_models(name: str, per_token_bytes: int, billions: float) -> None:
     ],
 )
 def test_active_parameters_are_those_that_authors_publish(name: str, billions: float) -> None:
-    """Without the embedding, of which a token takes a row."""
+    """The embedding does not count: a token takes a row of it."""
     model = find_model(name)
     active = model.active - model.weights.ends + model.weights.head
     assert active / 1e9 == pytest.approx(billions, rel=0.025)

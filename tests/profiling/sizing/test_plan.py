@@ -223,7 +223,7 @@ def test_chunks_become_smaller_before_answers_change() -> None:
 
 
 def test_the_last_projection_is_read_in_each_step() -> None:
-    """Of Llama-3.1-8B 128,256 x 4,096 numbers of 2 bytes at 1.555 TB/s: 0.68 ms."""
+    """Llama-3.1-8B reads 128,256 x 4,096 numbers of 2 bytes at 1.555 TB/s: 0.68 ms."""
     given = sizing()
     head = replace(LLAMA.weights, head=0)
     without = replace(given, model=replace(LLAMA, weights=head))
