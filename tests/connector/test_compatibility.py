@@ -50,6 +50,10 @@ def refusal(config: VllmConfig, **changes: object) -> str:
 def test_engines_that_only_store_or_cut_steps(configs: dict[str, VllmConfig]) -> None:
     check_engine(PAGE, configs["page"])
     assert "kv_both" in refusal(configs["page"], kv_transfer_config__kv_role="kv_producer")
+    config = copy.deepcopy(configs["reuse"])
+    for role in "kv_producer", "kv_consumer":
+        config.kv_transfer_config.kv_role = role
+        check_engine(SSDKVConfig(), config)
     assert "--enable-dbo" in refusal(configs["page"], parallel_config__enable_dbo=True)
 
 
@@ -307,7 +311,6 @@ def test_vllms_own_offloading_is_a_way_out_where_there_is_any(
     assert TIER not in refusal(configs["page"], **pipeline)  # vLLM's CPU build has none
     monkeypatch.setattr(obstacle, "vllm_offloads", lambda: True)
     assert f"use --tensor-parallel-size, or {TIER}" in refusal(configs["page"], **pipeline)
-    assert TIER not in refusal(configs["page"], kv_transfer_config__kv_role="kv_producer")
     groups: Any = [
         SimpleNamespace(kv_cache_spec=spec) for spec in (SPEC, replace(SPEC, block_size=32))
     ]

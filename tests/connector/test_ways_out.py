@@ -175,8 +175,11 @@ CASES = {
     ),
     "role": Case(
         "llama",
-        "stored and loaded by one engine",
-        {'set kv_role to "kv_both"': {"settings": {"kv_transfer_config__kv_role": "kv_both"}}},
+        "an engine in page mode reads what it stores",
+        {
+            'set kv_role to "kv_both"': {"settings": {"kv_transfer_config__kv_role": "kv_both"}},
+            **REUSE_ALONE,
+        },
         settings={"kv_transfer_config__kv_role": "kv_producer"},
     ),
     "hashes": Case(

@@ -95,8 +95,6 @@ def _engine(vllm_config: VllmConfig) -> Iterator[Obstacle]:
         if size > 1:
             yield Obstacle(f"{flag} must be 1", ("leave it out",), offloaded=True)
     yield from obstacles_to_hashes(vllm_config)
-    if vllm_config.kv_transfer_config.kv_role != "kv_both":
-        yield Obstacle("blocks are stored and loaded by one engine", ('set kv_role to "kv_both"',))
 
 
 def obstacles_to_hashes(vllm_config: VllmConfig) -> Iterator[Obstacle]:
@@ -232,6 +230,10 @@ def _kv_bytes(model: ModelConfig) -> dict[str, set[int]]:
 def _page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> Iterator[Obstacle]:
     """Obstacles to page mode."""
     yield from obstacles_to_page_mode(config, vllm_config)
+    if vllm_config.kv_transfer_config.kv_role != "kv_both":
+        yield Obstacle(
+            "an engine in page mode reads what it stores", ('set kv_role to "kv_both"', REUSE)
+        )
     if config.offload is not None:
         from vllm_ssdkv.connector.x_settings import obstacles_to_x
 

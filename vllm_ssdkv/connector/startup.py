@@ -347,13 +347,15 @@ def open_scheduler(
         if config.mode == "page":
             _check_room(found, store, max_model_len)
         x_share, shape = _x_of(config, vllm_config)
+        reuses = may_reuse(vllm_config)
         _, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         engine = EngineFacts(
             found.layout.block_tokens,
             max_model_len,
             found.layout.tp_size,
             Speculation.of(vllm_config, found.layout.block_tokens),
-            reuses=may_reuse(vllm_config),
+            finds=reuses and transfer.is_kv_consumer,
+            stores=reuses and transfer.is_kv_producer,
             sees_media=sees_media(vllm_config),
             x_share=x_share,
             x_shape=shape,

@@ -50,7 +50,7 @@ class PrefixLookup:
         if (
             self._suspension
             or self._identities.resets.hidden
-            or not self._parts.engine.reuses
+            or not self._parts.engine.finds
             or self._loads.retries.given_up(request.request_id)
             or request.skip_reading_prefix_cache
         ):

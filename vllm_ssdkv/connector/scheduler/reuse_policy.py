@@ -30,7 +30,7 @@ class ReusePolicy:
         self._index, self._write_policy = parts.store.index, parts.store.write_policy
         self._suspension = parts.store.suspension
         self._block, self._speculation = parts.engine.block_tokens, parts.engine.speculation
-        self._reuses = parts.engine.reuses
+        self._stores = parts.engine.stores
         self._groups, self._identities = parts.groups, parts.identities
         self._requests, self._slots, self._draft = parts.requests, parts.slots, parts.draft
         self._rewriter, self._own = parts.rewriter, parts.store.own
@@ -97,7 +97,7 @@ class ReusePolicy:
             state.published = end
             return
         end = end if known is None else min(known, end)
-        if not (identity and self._reuses) or self._suspension:
+        if not (identity and self._stores) or self._suspension:
             return
         head = first // RUN_BLOCKS * RUN_BLOCKS
         from_head = self._identities.keys.to_store(request, end, head)

@@ -380,10 +380,13 @@ class SSDKVScheduler:
         self._parts.store.close()
 
 
-def _make_rewriter(store: SchedulerStore, slots: SlotLedger) -> Rewriter | NoRewrites:
-    """Rewrites of blocks that lie in slow places, where the devices are this engine's."""
+def _make_rewriter(
+    store: SchedulerStore, slots: SlotLedger, *, stores: bool
+) -> Rewriter | NoRewrites:
+    """Rewrites of blocks that lie in slow places, where the devices are this engine's and it
+    ``stores`` at all."""
     own = store.own
-    if own is None:
+    if own is None or not stores:
         return NoRewrites()
     policy, counters = store.write_policy, store.counters
     return Rewriter(own.index, own.rebalancer, policy, counters, slots.writing, slots.unpin)
@@ -423,5 +426,5 @@ def _make_parts(
             slots.unpin,
             counters,
         ),
-        _make_rewriter(store, slots),
+        _make_rewriter(store, slots, stores=engine.stores),
     )

@@ -36,8 +36,9 @@ class EngineFacts:
         max_model_len: Tokens of a request, at most.
         ranks: Workers.
         speculation: Its drafts.
-        reuses: Whether requests may begin with stored blocks; there are models that need all
-            tokens of a request in one step.
+        finds: Whether requests may begin with stored blocks. Some models need all tokens of a
+            request in one step, and an engine with the role ``kv_producer`` looks nothing up.
+        stores: Whether blocks are stored in mode ``reuse``: not with the role ``kv_consumer``.
         sees_media: Whether the scheduler's process has the tensors of images and the like.
         x_share: Share of the running contexts that is stored as X, at most, or how it is found.
         x_shape: Shape of the layers, where it may be.
@@ -49,7 +50,8 @@ class EngineFacts:
     max_model_len: int
     ranks: int
     speculation: Speculation = NO_SPECULATION
-    reuses: bool = True
+    finds: bool = True
+    stores: bool = True
     sees_media: bool = True
     x_share: float | Literal["auto"] = 0.0
     x_shape: XShape | None = None
