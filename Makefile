@@ -55,7 +55,7 @@ lint: install ## ruff, mypy --strict, clang-format, spelling, generated docs
 	$(bin)/mypy --strict
 	$(bin)/clang-format --dry-run -Werror $(cpp_sources)
 	$(bin)/codespell $(texts)
-	$(bin)/ssdkv docs check docs
+	$(bin)/ssdkv lab docs check docs
 	$(bin)/python -P scripts/stubs.py --check
 
 # Not part of lint: it reads vLLM-free C++ only, and takes as long as a build.
@@ -76,9 +76,9 @@ bench: text-model ## the benchmarks that need no GPU
 	  $(bin)/python -P -m vllm_ssdkv.profiling.$$name || exit 1; \
 	done
 	@mkdir -p build/bench
-	$(bin)/ssdkv bench io build/bench --quick
+	$(bin)/ssdkv lab bench io build/bench --quick
 	$(bin)/python -P -m vllm_ssdkv.profiling.bench_ssds --quick
-	$(bin)/ssdkv bench accuracy --suite text,needles,json --model build/text-model \
+	$(bin)/ssdkv lab bench accuracy --suite text,needles,json --model build/text-model \
 	  --dir build/bench --block-tokens 128 --beside-window
 
 soak: install ## property tests with new draws, kills and faults in ROUNDS=100, five parsers fuzzed for FUZZ_S=120 each, memory for MEMORY_S=1800, hostile batches for BATCH_S=600, frames to a node for NODE_S=600
@@ -101,7 +101,7 @@ sanitize: install ## the native code from many threads under ASan and UBSan, the
 	done
 
 docs: install ## write the tables in docs/ and the dashboards that come from the code
-	$(bin)/ssdkv docs write docs
+	$(bin)/ssdkv lab docs write docs
 	$(bin)/python -P scripts/stubs.py
 	$(bin)/python -P -m vllm_ssdkv.grafana.write grafana/dashboards
 

@@ -8,7 +8,7 @@ set -eu
 results=${1:-results.jsonl}
 [ $# -eq 0 ] || shift
 exec ssdkv batch run "$(dirname "$0")/batch.jsonl" "$results" \
-  --model "${MODEL:-$(ssdkv demo-model)}" --served-model-name demo \
+  --model "${MODEL:-$(ssdkv lab demo-model)}" --served-model-name demo \
   --kv-transfer-config.kv_connector SSDKVConnector \
   --kv-transfer-config.kv_role kv_both \
   "$@"

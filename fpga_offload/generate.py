@@ -1,6 +1,6 @@
 """Files that other languages and tools read, from :mod:`vllm_ssdkv.fpga_offload.description`.
 
-``ssdkv docs write`` writes them, ``ssdkv docs check`` fails when one is stale.
+``ssdkv lab docs write`` writes them, ``ssdkv lab docs check`` fails when one is stale.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_ssdkv.fpga_offload.description import (
 )
 from vllm_ssdkv.fpga_offload.vendor_files import connectivity, registers_tcl, rtl_top
 
-NOTICE = "Generated from fpga_offload/description.py by `ssdkv docs write`; do not edit."
+NOTICE = "Generated from fpga_offload/description.py by `ssdkv lab docs write`; do not edit."
 DIRECTORY = Path(__file__).parent / "generated"
 
 _C_TYPES = {"address": "uint64_t", "u64": "uint64_t", "u32": "uint32_t", "i32": "int32_t"}

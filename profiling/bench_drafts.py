@@ -1,9 +1,9 @@
 """Exact decode from contexts on slow drives, with drafts from n-grams and without.
 
 The recall model copies a part of its context, through the real vLLM in page mode with exact
-attention, from devices that the throttled twin slows down as ``ssdkv bench decode`` does. A step
-reads the context once, whatever it drafts. What is copied is drafted rightly nearly always: this is
-the best that drafts can bring, and text that is not in the prompt gains nothing.
+attention, from devices that the throttled twin slows down as ``ssdkv lab bench decode`` does. A
+step reads the context once, whatever it drafts. What is copied is drafted rightly nearly always:
+this is the best that drafts can bring, and text that is not in the prompt gains nothing.
 
     python -P -m vllm_ssdkv.profiling.bench_drafts --dir DIR
 """
@@ -28,7 +28,7 @@ from vllm_ssdkv.profiling.rig.page_engine import STAGING
 
 DEVICES: Final = 4
 RULE: Final[dict[str, object]] = {"bandwidth": 16 * MIB, "iops": 2500.0, "latency": 0.0005}
-"""Speed of each device, as in ``ssdkv bench decode``."""
+"""Speed of each device, as in ``ssdkv lab bench decode``."""
 FRAMES: Final = 8 * MIB
 """Bytes of DRAM for frames, beside a fifth of the contexts' KV."""
 

@@ -4,7 +4,7 @@
 
 Per size of block and of hit, in turns in one run: the hit loaded by the store (read, checked, and
 copied to where HBM would be); *one batch*, the same requests for the same bytes of the same files,
-given at once to the same engine, and nothing done with them; and the engine under ``ssdkv bench
+given at once to the same engine, and nothing done with them; and the engine under ``ssdkv lab bench
 io`` at the size of the store's requests. Medians over rounds. One batch is what a load of that size
 can reach at best: both begin with empty queues and end with the last byte. ``bench io`` keeps the
 queues full for a while and reads into few buffers, which stay in the processor's cache.

@@ -2,8 +2,8 @@
 
     python -P -m vllm_ssdkv.profiling.bench_placement TRACES
 
-``TRACES`` is a directory that ``ssdkv profile`` has made. What a step chooses of one layer of 8 KV
-heads is read by the engine, page by page, from stripe maps of either rule, into places that are
+``TRACES`` is a directory that ``ssdkv lab profile`` has made. What a step chooses of one layer of 8
+KV heads is read by the engine, page by page, from stripe maps of either rule, into places that are
 anywhere in memory, as in the cache of pages. Drives are files that the engine slows down. The share
 of linear is the time of one drive, over that of n and n; the busiest drive's bytes and the requests
 that drives get do not depend on the machine.

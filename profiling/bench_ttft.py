@@ -1,6 +1,6 @@
 """Real vLLM in reuse mode: time to first token of a hit against that of computing the prompt.
 
-Run as ``ssdkv bench ttft``. On the drive as it is and on one slowed by the throttled twin; with
+Run as ``ssdkv lab bench ttft``. On the drive as it is and on one slowed by the throttled twin; with
 ``load: always`` and with ``load: auto``. One run fills a store, then one engine after the other
 opens it, with DRAM empty, and asks by turns a prompt that nobody knows, one that is on the drive,
 and the same again from DRAM. Medians over repeats; a ratio is the median of those of two
@@ -9,8 +9,8 @@ measurements that followed each other. Each engine is a process of its own.
 How fast the connector loads what is on the drive, in bytes per second that it was at it, is set
 against what our I/O engine alone reads from the same drives with requests of the same size: as many
 of them in one batch, to empty queues and after as much rest as the hit had, which is what a load of
-that size can reach at best; and with the queues kept full, as under ``ssdkv bench io``. Both before
-and after.
+that size can reach at best; and with the queues kept full, as under ``ssdkv lab bench io``. Both
+before and after.
 
 Of the time to the first token of a hit on the drive, *load* is ours: from when the worker was told
 of the load until its last byte was copied. *Report* is how long the worker then did not look, which

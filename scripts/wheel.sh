@@ -60,7 +60,7 @@ try_wheel() {
     cd "$trial"
     bin/python -P -c 'import vllm_ssdkv._io, vllm_ssdkv._index, vllm_ssdkv._kernels'
     [ "$(bin/ssdkv --version)" = "$version" ] || fail "ssdkv --version does not say $version"
-    bin/ssdkv fpga simulate --checksum >/dev/null || fail "ssdkv fpga simulate fails"
+    bin/ssdkv lab fpga simulate --checksum >/dev/null || fail "ssdkv lab fpga simulate fails"
   )
   python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
     >"$("$trial/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth"

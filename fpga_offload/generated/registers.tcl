@@ -1,4 +1,4 @@
-# Generated from fpga_offload/description.py by `ssdkv docs write`; do not edit.
+# Generated from fpga_offload/description.py by `ssdkv lab docs write`; do not edit.
 # Written to the documented interface, never run.
 proc attend_registers {block} {
   set register [ipx::add_register CTRL $block]

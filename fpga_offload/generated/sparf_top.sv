@@ -1,4 +1,4 @@
-// Generated from fpga_offload/description.py by `ssdkv docs write`; do not edit.
+// Generated from fpga_offload/description.py by `ssdkv lab docs write`; do not edit.
 // Written to the documented interface, never run. Elaborated by Verilator.
 // Bursts are incrementing. Their length says where they end.
 `default_nettype none

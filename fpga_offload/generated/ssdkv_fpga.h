@@ -1,4 +1,4 @@
-/* Generated from fpga_offload/description.py by `ssdkv docs write`; do not edit.
+/* Generated from fpga_offload/description.py by `ssdkv lab docs write`; do not edit.
  *
  * C ABI of kernels in a shared library. Addresses are those of the process, as 64 bits.
  */

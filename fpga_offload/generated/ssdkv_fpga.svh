@@ -1,4 +1,4 @@
-// Generated from fpga_offload/description.py by `ssdkv docs write`; do not edit.
+// Generated from fpga_offload/description.py by `ssdkv lab docs write`; do not edit.
 package ssdkv_fpga;
 localparam int VERSION = 1;
 localparam int PAGE_TOKENS = 16;

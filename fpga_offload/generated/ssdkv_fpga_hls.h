@@ -1,4 +1,4 @@
-// Generated from fpga_offload/description.py by `ssdkv docs write`; do not edit.
+// Generated from fpga_offload/description.py by `ssdkv lab docs write`; do not edit.
 #pragma once
 
 // Exact attention of any number of jobs.

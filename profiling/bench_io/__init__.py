@@ -1,1 +1,1 @@
-"""``ssdkv bench io``: our I/O engines, fio and other ways to read and write, on the same files."""
+"""``ssdkv lab bench io``: our I/O engines, fio and other ways, on the same files."""

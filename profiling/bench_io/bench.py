@@ -1,4 +1,4 @@
-"""``ssdkv bench io`` without its command line: files, contenders, run, report."""
+"""``ssdkv lab bench io`` without its command line: files, contenders, run, report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All measurements of ``ssdkv bench clusters`` on recorded traces, as tables."""
+"""All measurements of ``ssdkv lab bench clusters`` on recorded traces, as tables."""
 
 from __future__ import annotations
 

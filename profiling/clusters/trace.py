@@ -270,7 +270,7 @@ def read_traces(directory: Path) -> tuple[Manifest, list[Trace]]:
     """
     manifest = Manifest.read(directory)
     if manifest is None or not manifest.parts:
-        raise BenchError(f"{directory} has no traces: record some with `ssdkv profile`")
+        raise BenchError(f"{directory} has no traces: record some with `ssdkv lab profile`")
     return manifest, [read_trace(directory, name, part) for name, part in manifest.parts.items()]
 
 
@@ -282,7 +282,7 @@ def read_trace(directory: Path, name: str, part: Part) -> Trace:
     """
     path = directory / part.file
     if problem := part_problem(directory, part):
-        raise BenchError(f"{problem}: remove it, and record again with `ssdkv profile`")
+        raise BenchError(f"{problem}: remove it, and record again with `ssdkv lab profile`")
     try:
         with np.load(path, allow_pickle=False) as held:
             return Trace(

@@ -1,4 +1,4 @@
-"""Cases of ``ssdkv bench offload``: who attends, on how many drives, and how often is written."""
+"""Cases of ``ssdkv lab bench offload``: who attends, on how many drives, how often is written."""
 
 from __future__ import annotations
 

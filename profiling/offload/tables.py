@@ -1,4 +1,4 @@
-"""Tables of ``ssdkv bench offload``."""
+"""Tables of ``ssdkv lab bench offload``."""
 
 from __future__ import annotations
 

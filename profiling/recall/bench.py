@@ -1,4 +1,4 @@
-"""Common part of ``ssdkv bench accuracy`` and ``ssdkv bench decode``: options, stores, engines.
+"""Options, stores and engines of ``ssdkv lab bench accuracy`` and ``ssdkv lab bench decode``.
 
 Both run the demo's recall model through the real vLLM. Engines whose stores hold the same share
 them, so that the prompts are computed once for each kind.

@@ -1,8 +1,8 @@
 """Short runs of the real engine on throttled drives, which predictions are held against.
 
-Decoding is that of ``ssdkv bench decode``: the demo's model, DRAM for a share of the contexts, an
-engine of its own for each case. Hits are those of ``ssdkv bench ttft``. Drives are as many times
-slower in requests as in bytes, so that they are the limit, and busy cores are not.
+Decoding is that of ``ssdkv lab bench decode``: the demo's model, DRAM for a share of the contexts,
+an engine of its own for each case. Hits are those of ``ssdkv lab bench ttft``. Drives are as many
+times slower in requests as in bytes, so that they are the limit, and busy cores are not.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class DecodeRun:
 
 @dataclass(frozen=True, slots=True)
 class HitRun:
-    """An engine that finds prompts in its store, of all lengths of ``ssdkv bench ttft``."""
+    """An engine that finds prompts in its store, of all lengths of ``ssdkv lab bench ttft``."""
 
     drives: int
     bandwidth: float = 4.0 * MIB

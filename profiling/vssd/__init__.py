@@ -2,7 +2,7 @@
 
 ``python -P -m vllm_ssdkv.profiling.vssd up 8`` makes eight directories that behave like eight
 drives; ``down`` removes them, also what a killed process left. Both kinds need root; without it
-``ssdkv bench io --emulate N`` slows devices down inside our own engines.
+``ssdkv lab bench io --emulate N`` slows devices down inside our own engines.
 
 *Virtual SSDs* (``fuse``) have a model of bandwidth, latency and IOPS each, in dilated time, and
 take faults: lines written to the file ``control`` beside the directories, e.g. ``3 stall 500``.

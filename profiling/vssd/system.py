@@ -43,8 +43,8 @@ def require_root(what: str) -> None:
     """
     if os.geteuid() != 0:
         raise BenchError(
-            f"{what} need root; without it: ssdkv bench io DIR --emulate N, which slows devices "
-            "down inside our own engines"
+            f"{what} need root; without it: ssdkv lab bench io DIR --emulate N, which slows "
+            "devices down inside our own engines"
         )
 
 

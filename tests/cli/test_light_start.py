@@ -21,7 +21,11 @@ print(code, *(name for name in sys.argv[0].split(",") if name in sys.modules), f
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [(["--help"], 0), (["bench", "decode", "--tokens", "x"], 2), (["bench", "nothing"], 2)],
+    [
+        (["--help"], 0),
+        (["lab", "bench", "decode", "--tokens", "x"], 2),
+        (["lab", "bench", "nothing"], 2),
+    ],
 )
 def test_nothing_heavy_is_imported(arguments: list[str], code: int) -> None:
     script = SCRIPT.replace("sys.argv[0]", repr(",".join(HEAVY)))

@@ -58,7 +58,7 @@ def test_a_budget_of_all_pages_is_dense_and_less_is_not(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     """The command, its two engines in processes of their own."""
-    command = ["bench", "accuracy", "--suite", "text,json", "--model", str(models["llama"])]
+    command = ["lab", "bench", "accuracy", "--suite", "text,json", "--model", str(models["llama"])]
     command += ["--contexts", "2048", "--questions", "1", "--selectors", "bounds"]
     command += ["--budgets", "1,0.1", "--window", "64", "--json", "--dir", str(tmp_path)]
     result = CliRunner().invoke(app, command)

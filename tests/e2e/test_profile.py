@@ -1,4 +1,4 @@
-"""``ssdkv profile`` with a real engine: the traces are those of the model's attention."""
+"""``ssdkv lab profile`` with a real engine: the traces are those of the model's attention."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def test_a_profile_of_the_demo_model(tmp_path: Path) -> None:
         "-P",
         "-c",
         "from vllm_ssdkv.cli.main import main; main()",
+        "lab",
         "profile",
     ]
     numbers = {"--prompt": _PROMPT, "--steps": _STEPS, "--tokens": _TOKENS}
@@ -48,7 +49,7 @@ def test_a_profile_of_the_demo_model(tmp_path: Path) -> None:
 
 
 def _assert_rows_follow(trace: Trace) -> None:
-    """P11 of `ssdkv reproduce`, counted one by one on what the engine computed."""
+    """P11 of `ssdkv lab reproduce`, counted one by one on what the engine computed."""
     found = swarm_traces.measure([trace])
     heads = trace.adjacent_heads(8)
     counted = cluster_reads.totals(*activated_clusters(trace, heads, Settings()), drives=8)

@@ -18,7 +18,7 @@ MODEL = Path(__file__).parent.parent.parent / "build" / "text-model"
 @pytest.mark.timeout(3600)
 def test_window_alone_diverges_and_sparf_hardly_does(tmp_path: Path) -> None:
     """At 5 % of the last 255 tokens of documents of 8,192. Downloads the model where it is not."""
-    command = ["bench", "accuracy", "--suite", "text", "--model", str(text_model(MODEL))]
+    command = ["lab", "bench", "accuracy", "--suite", "text", "--model", str(text_model(MODEL))]
     command += ["--selectors", "window,sparf", "--budgets", "0.05", "--block-tokens", "128"]
     result = CliRunner().invoke(app, [*command, "--json", "--dir", str(tmp_path)])
     assert result.exit_code == 0, result.output

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 import sys
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperGroup
 
 from vllm_ssdkv import __version__
 from vllm_ssdkv.cli import batch, config
@@ -34,42 +35,64 @@ from vllm_ssdkv.cli.store.quota import quota
 from vllm_ssdkv.cli.store.resume import resume
 from vllm_ssdkv.cli.store.stores import inspect, list_stores, remove
 
+MOVED: Final = frozenset({"bench", "demo-model", "docs", "fpga", "profile", "reproduce"})
+"""Commands that version 0.1 moved into ``ssdkv lab``. Their old names go with 0.2."""
+
+
+class _Commands(TyperGroup):
+    """Commands at the top. The old name of one that moved says where it is now, and runs it."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ANN401 - click's, or typer's own copy
+        """The command of this name, old or new."""
+        if cmd_name not in MOVED:
+            return super().get_command(ctx, cmd_name)
+        if not ctx.resilient_parsing:
+            text = f"ssdkv {cmd_name} is now ssdkv lab {cmd_name}; the old name goes with 0.2"
+            typer.echo(text, err=True)
+        lab: Any = super().get_command(ctx, "lab")
+        return lab.get_command(ctx, cmd_name)
+
+
 app = typer.Typer(
     name="ssdkv",
+    cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="KV cache of vLLM on SSDs: see it work, check and measure machines, options and stores.",
+    help="KV cache of vLLM on SSDs: see it work, serve with it, check machines and stores.",
 )
 app.command()(demo)
-app.command()(demo_model)
 app.command()(serve)
-app.command()(doctor)
 app.command()(plan)
-app.command()(profile)
-app.command()(reproduce)
-app.command()(top)
+app.command()(doctor)
 app.command("ls")(list_stores)
 app.command()(inspect)
-app.command()(fsck)
-app.command("rm")(remove)
-app.command()(resume)
 app.command()(quota)
+app.command()(top)
+app.add_typer(dashboard.app, name="dashboard")
+app.command()(fsck)
+app.command()(resume)
+app.command("rm")(remove)
 app.add_typer(batch.app, name="batch")
+app.add_typer(node.app, name="node")
+app.add_typer(pool.app, name="pool")
+app.add_typer(config.app, name="config")
+
+lab_app = typer.Typer(no_args_is_help=True, help="Measure, simulate, and write generated pages.")
 bench.app.command()(accuracy)
 bench.app.command()(clusters)
 bench.app.command()(decode)
 bench.app.command("mlperf-kv")(mlperf_kv)
 bench.app.command()(offload)
 bench.app.command()(ttft)
-app.add_typer(bench.app, name="bench")
-app.add_typer(config.app, name="config")
-app.add_typer(dashboard.app, name="dashboard")
-app.add_typer(docs.app, name="docs")
-app.add_typer(fpga.app, name="fpga")
-app.add_typer(pool.app, name="pool")
-app.add_typer(node.app, name="node")
+lab_app.add_typer(bench.app, name="bench")
+lab_app.command()(demo_model)
+lab_app.add_typer(docs.app, name="docs")
+lab_app.add_typer(fpga.app, name="fpga")
+lab_app.command()(profile)
+lab_app.command()(reproduce)
+app.add_typer(lab_app, name="lab")
 
 
 def _print_version(wanted: bool) -> None:

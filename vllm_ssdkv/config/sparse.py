@@ -211,7 +211,7 @@ class SparseConfig(ScoringConfig):
             "null: the length at which the budget is twice the window, and at least 4,096. Below "
             "that length HBM holds most of the budget anyway, and little would be chosen from the "
             "context. Below 4,096 choosing takes longer than attending to everything in DRAM "
-            "(measured by `ssdkv bench decode` for one request at a time)."
+            "(measured by `ssdkv lab bench decode` for one request at a time)."
         ),
         _CHOOSES,
     ] = None
@@ -266,7 +266,7 @@ class SparseConfig(ScoringConfig):
         ),
         Reason(
             "1: every token attends to the choice of its own query. More saves time and reads; "
-            "`ssdkv bench accuracy --reuse-steps` measures the loss of accuracy for the demo's "
+            "`ssdkv lab bench accuracy --reuse-steps` measures the loss of accuracy for the demo's "
             "model."
         ),
         _CHOOSES,

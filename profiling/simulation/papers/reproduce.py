@@ -147,9 +147,9 @@ def _hits() -> Table:
     table = Table(
         "Llama-3.1-8B, prompt of 32,768 tokens that is stored, four PM9A3, H100",
         ["loaded by", "ms"],
-        note="LMCache and vLLM's tier by what `ssdkv bench io` measured of one request of each, "
-        "with no other request beside it. Ours is the good I/O path; what a node costs beside it "
-        "was measured on two cores, without a network (`bench_node`).",
+        note="LMCache and vLLM's tier by what `ssdkv lab bench io` measured of one request of "
+        "each, with no other request beside it. Ours is the good I/O path; what a node "
+        "costs beside it was measured on two cores, without a network (`bench_node`).",
     )
     for name, seconds in pools.hits():
         table.add(name, 1e3 * seconds)

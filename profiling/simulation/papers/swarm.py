@@ -8,7 +8,7 @@ from vllm_ssdkv.profiling.simulation.papers.swarm_traces import TraceFigures, ke
 
 PAPER = "Swarm"
 ENTRY_BYTES = 4096
-LAB = "`ssdkv reproduce --traces DIR` answers; docs/clusters.md has what it said of six traces"
+LAB = "`ssdkv lab reproduce --traces DIR` answers; docs/clusters.md has what it said of six traces"
 
 
 def entry_bandwidth(drive: Drive, count: int, entry_bytes: int = ENTRY_BYTES) -> float:
@@ -50,8 +50,8 @@ def _of_traces(figures: TraceFigures) -> list[Result]:
             figures.source,
             "measured",
             note="No trace of that length is recorded. Of these Swarm would compare a medoid for "
-            f"every {figures.keys_gain:.0f} keys; `ssdkv bench clusters` times both on traces of "
-            "any length.",
+            f"every {figures.keys_gain:.0f} keys; `ssdkv lab bench clusters` times both on traces "
+            "of any length.",
         ),
         Result(
             *("P13", "order", "distance after an update: theirs < Min-Diff < Min-Size"),

@@ -1,7 +1,7 @@
 """Swarm's figures that need traces: what the lab of clusters finds on some.
 
 ``python -m vllm_ssdkv.profiling.simulation.papers.swarm_traces DIR`` measures them on the traces of
-`ssdkv profile`, and keeps them as those that `ssdkv reproduce` shows without traces.
+`ssdkv lab profile`, and keeps them as those that `ssdkv lab reproduce` shows without traces.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def keep(directory: Path) -> None:
     documents = " ".join(f"--document {trace.name}" for trace in traces)
     options = {**manifest.settings, "layers": len(manifest.settings["layers"])}
     asked = " ".join(f"--{name} {value}" for name, value in options.items() if name != "model")
-    found = measure(traces, f"the demo's model: `ssdkv profile DIR {documents} {asked}`")
+    found = measure(traces, f"the demo's model: `ssdkv lab profile DIR {documents} {asked}`")
     KEPT.write_text(json.dumps(asdict(found), indent=1) + "\n")
 
 
@@ -75,7 +75,7 @@ def measure(traces: Sequence[Trace], source: str = "") -> TraceFigures:
         BenchError: there are none.
     """
     if not traces:
-        raise BenchError("traces: none; record some with `ssdkv profile`")
+        raise BenchError("traces: none; record some with `ssdkv lab profile`")
     gains, volumes, keys = [], [], []
     rules: dict[str, list[float]] = {name: [] for name in upkeep.RULES}
     for trace in traces:

@@ -61,7 +61,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 
 def ask(*arguments: str) -> Result:
-    result = CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, ["lab", "bench", *arguments], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     return result
 
@@ -121,7 +121,16 @@ def test_the_quick_form_is_one_budget_at_short_lengths(runs: Runs, tmp_path: Pat
 
 
 def test_rows_that_attended_to_everything_are_no_result(runs: Runs, tmp_path: Path) -> None:
-    arguments = ["bench", "accuracy", "--quick", "--selectors", "adaptive", "--dir", str(tmp_path)]
+    arguments = [
+        "lab",
+        "bench",
+        "accuracy",
+        "--quick",
+        "--selectors",
+        "adaptive",
+        "--dir",
+        str(tmp_path),
+    ]
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 1
     assert "adaptive at 0.125 (2 of 2): DRAM had no room" in result.output
@@ -140,7 +149,7 @@ def test_rows_that_attended_to_everything_are_no_result(runs: Runs, tmp_path: Pa
     ],
 )
 def test_nonsense_is_refused(runs: Runs, arguments: list[str], text: str) -> None:
-    result = CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, ["lab", "bench", *arguments], env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert text in result.output
     assert runs == []
@@ -152,7 +161,7 @@ def test_an_engine_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path:
         raise PhaseError("failed with exit code 3")
 
     monkeypatch.setattr(bench, "run_module", fail)
-    result = CliRunner().invoke(app, ["bench", "accuracy", "--dir", str(tmp_path)])
+    result = CliRunner().invoke(app, ["lab", "bench", "accuracy", "--dir", str(tmp_path)])
     assert result.exit_code == 1
     assert "failed with exit code 3" in result.output
     assert "the last words" in result.output

@@ -1,4 +1,4 @@
-"""``ssdkv bench io``: a whole run in miniature, and what it refuses."""
+"""``ssdkv lab bench io``: a whole run in miniature, and what it refuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TINY = ["--quick", "--seconds", "0.01", "--repeats", "1", "--file-size", "8MiB"]
 
 
 def bench(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["bench", "io", *arguments])
+    return CliRunner().invoke(app, ["lab", "bench", "io", *arguments])
 
 
 def test_a_quick_run_measures_everybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""``ssdkv bench clusters`` on traces of no model: outputs, and wrong arguments."""
+"""``ssdkv lab bench clusters`` on traces of no model: outputs, and wrong arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(*arguments: str) -> Result:
     quick = ("--no-tokens", "--drives", "1,4", "--budgets", "0.1", "--heads", "1")
-    return CliRunner().invoke(app, ["bench", "clusters", *arguments, *quick])
+    return CliRunner().invoke(app, ["lab", "bench", "clusters", *arguments, *quick])
 
 
 def test_tables_plot_and_json(traces: Path, tmp_path: Path) -> None:
@@ -63,4 +63,4 @@ def test_wrong_options_are_named(traces: Path, options: list[str], words: list[s
 def test_a_directory_without_traces_names_the_way(tmp_path: Path) -> None:
     result = run(str(tmp_path))
     assert result.exit_code == 1
-    assert "ssdkv profile" in result.output
+    assert "ssdkv lab profile" in result.output

@@ -67,7 +67,7 @@ def test_every_case_is_an_engine_with_its_share_of_dram(runs: Runs, tmp_path: Pa
     files = ["--json", "--plot", str(picture)]
     result = CliRunner().invoke(
         app,
-        ["bench", "decode", *options, "--dir", str(tmp_path), *files],
+        ["lab", "bench", "decode", *options, "--dir", str(tmp_path), *files],
         env={"COLUMNS": "80"},
     )
     assert result.exit_code == 0, result.output
@@ -100,13 +100,13 @@ def test_every_case_is_an_engine_with_its_share_of_dram(runs: Runs, tmp_path: Pa
 
 def test_cases_are_repeated_in_turn_and_compared_within_a_turn(runs: Runs, tmp_path: Path) -> None:
     options = ["--contexts", "512", "--batch", "1", "--repeats", "2", "--dir", str(tmp_path)]
-    result = CliRunner().invoke(app, ["bench", "decode", *options])
+    result = CliRunner().invoke(app, ["lab", "bench", "decode", *options])
     assert result.exit_code == 0, result.output
     assert [run.selector for run in runs] == ["exact", "bounds"] * 2
 
 
 def test_a_quick_run_shows_each_engine_and_how_many_are_left(runs: Runs, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["bench", "decode", "--quick", "--dir", str(tmp_path)])
+    result = CliRunner().invoke(app, ["lab", "bench", "decode", "--quick", "--dir", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert [run.batches[0].context for run in runs] == [2048, 2048, 4096, 4096]
     assert result.stderr.splitlines() == [
@@ -131,7 +131,7 @@ def test_of_repeats_the_medians_count() -> None:
 def test_short_requests_are_exact_if_asked_for(runs: Runs, tmp_path: Path) -> None:
     options = ["--contexts", "512,4096", "--batch", "1", "--short-exact", "--dir", str(tmp_path)]
     options += ["--selectors", "sparf"]
-    result = CliRunner().invoke(app, ["bench", "decode", *options])
+    result = CliRunner().invoke(app, ["lab", "bench", "decode", *options])
     assert result.exit_code == 0, result.output
     configs = [SSDKVConfig.from_extra_config(run.options()) for run in runs]
     assert {config.exact_below for config in configs} == {4096}
@@ -144,7 +144,7 @@ def test_short_requests_are_exact_if_asked_for(runs: Runs, tmp_path: Path) -> No
 def test_engines_may_be_for_longer_contexts(runs: Runs, tmp_path: Path) -> None:
     options = ["--contexts", "512,4096", "--batch", "2", "--dir", str(tmp_path)]
     options += ["--longest", "8192", "--window", "256", "--short-exact"]
-    result = CliRunner().invoke(app, ["bench", "decode", *options])
+    result = CliRunner().invoke(app, ["lab", "bench", "decode", *options])
     assert result.exit_code == 0, result.output
     assert {run.dram_bytes for run in runs} == {runs[0].dram_bytes}
     assert runs[0].dram_bytes > 0.2 * 2 * 8192 * bytes_per_token()
@@ -191,7 +191,7 @@ def test_the_length_from_which_on_it_pays() -> None:
     ],
 )
 def test_nonsense_is_refused(runs: Runs, arguments: list[str], text: str) -> None:
-    result = CliRunner().invoke(app, ["bench", "decode", *arguments], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, ["lab", "bench", "decode", *arguments], env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert text in result.output
     assert runs == []
@@ -209,7 +209,7 @@ def _processes(directory: Path) -> list[Path]:
 @pytest.mark.engine
 def test_who_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
     """Neither an engine nor its stores, which are gigabytes."""
-    command = [sys.executable, "-P", "-m", "vllm_ssdkv.cli.main", "bench", "decode"]
+    command = [sys.executable, "-P", "-m", "vllm_ssdkv.cli.main", "lab", "bench", "decode"]
     process = subprocess.Popen([*command, "--dir", str(tmp_path), "--contexts", "512"])
     logs = tmp_path.glob
     until(lambda: any(f.stat().st_size for f in logs("*/engine.log")), "the engine's start")
@@ -221,7 +221,15 @@ def test_who_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_no_picture_is_refused(runs: Runs, tmp_path: Path) -> None:
-    arguments = ["bench", "decode", "--dir", str(tmp_path), "--plot", str(tmp_path / "x.doc")]
+    arguments = [
+        "lab",
+        "bench",
+        "decode",
+        "--dir",
+        str(tmp_path),
+        "--plot",
+        str(tmp_path / "x.doc"),
+    ]
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 1
     assert ".png" in result.output

@@ -1,4 +1,4 @@
-"""``ssdkv bench mlperf-kv``: the workload by its description, and a short run on the real store."""
+"""``ssdkv lab bench mlperf-kv``: the workload by its description, and a short run on a store."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_short_run_reads_from_the_drives_what_it_wrote(tmp_path: Path) -> None
 
 def test_the_command_prints_json_and_refuses_what_cannot_be(tmp_path: Path) -> None:
     runner = CliRunner()
-    common = ["bench", "mlperf-kv", str(tmp_path), "--capacity", "256MiB"]
+    common = ["lab", "bench", "mlperf-kv", str(tmp_path), "--capacity", "256MiB"]
     small = ["--users", "1", "--seconds", "0.5", "--scale", "0.01"]
     result = runner.invoke(app, [*common, *small, "--json"])
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""``ssdkv bench offload`` on small contexts: outputs, and wrong arguments."""
+"""``ssdkv lab bench offload`` on small contexts: outputs, and wrong arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_ssdkv.profiling.offload import bench
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["bench", "offload", *arguments])
+    return CliRunner().invoke(app, ["lab", "bench", "offload", *arguments])
 
 
 def test_tables_plot_and_json(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Suites of real text in ``ssdkv bench accuracy``: what is run and shown, with no engine."""
+"""Suites of real text in ``ssdkv lab bench accuracy``: what is run and shown, with no engine."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 
 def ask(*arguments: str) -> Result:
-    command = ["bench", "accuracy", *arguments]
+    command = ["lab", "bench", "accuracy", *arguments]
     result = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     return result
@@ -163,7 +163,7 @@ def test_budgets_may_come_on_top_of_the_window(runs: Runs, model: Path) -> None:
 
 
 def test_rows_that_attended_to_everything_are_no_result(runs: Runs, model: Path) -> None:
-    arguments = ["bench", "accuracy", "--suite", "text", "--selectors", "adaptive"]
+    arguments = ["lab", "bench", "accuracy", "--suite", "text", "--selectors", "adaptive"]
     result = CliRunner().invoke(app, [*arguments, "--model", str(model)], env={"COLUMNS": "200"})
     assert result.exit_code == 1
     assert "adaptive on text (2 of 2): some rows attended to everything" in result.output
@@ -189,7 +189,9 @@ def test_nonsense_is_refused(runs: Runs, model: Path, arguments: list[str], text
         arguments = arguments[: arguments.index("--model")]
     else:
         arguments = [*arguments, "--model", str(model)]
-    result = CliRunner().invoke(app, ["bench", "accuracy", *arguments], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(
+        app, ["lab", "bench", "accuracy", *arguments], env={"COLUMNS": "200"}
+    )
     assert result.exit_code == 2
     assert text in result.output
     assert runs == []
@@ -199,7 +201,7 @@ def test_a_model_that_does_not_tell_its_size_is_refused(runs: Runs, model: Path)
     config = json.loads((model / "config.json").read_text())
     del config["max_position_embeddings"]
     (model / "config.json").write_text(json.dumps(config))
-    command = ["bench", "accuracy", "--suite", "text", "--model", str(model)]
+    command = ["lab", "bench", "accuracy", "--suite", "text", "--model", str(model)]
     result = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert "does not tell max_position_embeddings" in result.output

@@ -1,4 +1,4 @@
-"""``ssdkv bench ttft``: what it asks for and what it prints; engines are stood for."""
+"""``ssdkv lab bench ttft``: what it asks for and what it prints; engines are stood for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Jobs = list[tuple[str, dict[str, Any]]]
 
 
 def ttft(*arguments: object) -> Result:
-    command = ["bench", "ttft", *map(str, arguments)]
+    command = ["lab", "bench", "ttft", *map(str, arguments)]
     return CliRunner(env={"COLUMNS": "200"}).invoke(app, command)
 
 
@@ -81,7 +81,7 @@ def test_an_engine_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(bench_ttft, "run_measurement", run)
     result = ttft("--dir", tmp_path)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "ssdkv bench ttft: fill failed:\nno memory" in result.stderr
+    assert "ssdkv lab bench ttft: fill failed:\nno memory" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from vllm_ssdkv import __version__
 from vllm_ssdkv.cli.docs.command_page import commands_page
-from vllm_ssdkv.cli.main import app
+from vllm_ssdkv.cli.main import MOVED, app
 
 
 def leaves(command: Any, name: str) -> dict[str, Any]:  # noqa: ANN401 - click's, or typer's copy
@@ -34,7 +34,7 @@ def test_every_command_has_its_section_and_every_option_its_row() -> None:
     found = dict(zip(sections[1::2], sections[2::2], strict=True))
     commands = leaves(typer.main.get_command(app), "ssdkv")
     assert list(found) == list(commands)
-    assert {"ssdkv top", "ssdkv quota", "ssdkv bench ttft", "ssdkv config schema"} <= set(found)
+    assert {"ssdkv top", "ssdkv quota", "ssdkv lab bench ttft", "ssdkv config schema"} <= set(found)
     for name, command in commands.items():
         rows = [line for line in found[name].splitlines() if line.startswith("| `")]
         options = [option for option in command.params if "--help" not in option.opts]
@@ -62,8 +62,8 @@ def test_everything_that_prints_results_prints_json() -> None:
     }
     assert without == {
         *("ssdkv batch show", "ssdkv batch cancel", "ssdkv config schema"),
-        *("ssdkv demo-model", "ssdkv node run", "ssdkv serve"),
-        *("ssdkv dashboard render", "ssdkv docs write", "ssdkv docs check"),
+        *("ssdkv lab demo-model", "ssdkv node run", "ssdkv serve"),
+        *("ssdkv dashboard render", "ssdkv lab docs write", "ssdkv lab docs check"),
     }
 
 
@@ -85,6 +85,21 @@ def test_help_is_behind_every_command() -> None:
         assert f"Usage: {name}" in result.stdout
 
 
+def test_commands_of_users_are_at_the_top() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert [name for name in commands if name in MOVED] == []
+    assert set(commands["lab"].commands) == MOVED
+
+
+@pytest.mark.parametrize("name", sorted(MOVED))
+def test_the_old_name_of_a_command_works_and_says_the_new_one(name: str) -> None:
+    result = CliRunner().invoke(app, [name, "--help"])
+    assert (result.exit_code, result.stderr.count("\n")) == (0, 1)
+    assert f"ssdkv {name} is now ssdkv lab {name}" in result.stderr
+    new = CliRunner().invoke(app, ["lab", name, "--help"])
+    assert result.stdout.split("\n", 2)[2] == new.stdout.split("\n", 2)[2]
+
+
 def complete(words: str) -> set[str]:
     """What bash would offer at the end of these words."""
     variables = {
@@ -100,7 +115,7 @@ def complete(words: str) -> set[str]:
 def test_shells_complete_commands_and_options() -> None:
     assert complete("ssdkv q") == {"quota"}
     names = {"io", "accuracy", "clusters", "decode", "mlperf-kv", "offload", "ttft"}
-    assert complete("ssdkv bench ") == names
+    assert complete("ssdkv lab bench ") == names
     assert "--interval" in complete("ssdkv top --i")
 
 

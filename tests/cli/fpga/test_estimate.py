@@ -1,4 +1,4 @@
-"""``ssdkv fpga estimate``: outputs, constants of the command line, and wrong arguments."""
+"""``ssdkv lab fpga estimate``: outputs, constants of the command line, and wrong arguments."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(results: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(app, ["fpga", "estimate", "--results", str(results), *arguments])
+    return CliRunner().invoke(
+        app, ["lab", "fpga", "estimate", "--results", str(results), *arguments]
+    )
 
 
 def rows_of(result: Result) -> list[dict[str, object]]:

@@ -1,4 +1,4 @@
-"""``ssdkv fpga simulate``: the HLS kernels, the RTL where it is built, and wrong arguments."""
+"""``ssdkv lab fpga simulate``: the HLS kernels, the RTL where it is built, and wrong arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_ssdkv.cli.main import app
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["fpga", "simulate", *arguments])
+    return CliRunner().invoke(app, ["lab", "fpga", "simulate", *arguments])
 
 
 def rows_of(result: Result) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""``ssdkv fpga synth``: which designs are asked for, what is written, and missing tools."""
+"""``ssdkv lab fpga synth``: which designs are asked for, what is written, and missing tools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_ssdkv.fpga_offload.results import Cells, read_synthesis
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["fpga", "synth", *arguments])
+    return CliRunner().invoke(app, ["lab", "fpga", "synth", *arguments])
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""``ssdkv profile`` with no engine: what it refuses, and that it resumes."""
+"""``ssdkv lab profile`` with no engine: what it refuses, and that it resumes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[RecordPlan]:
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["profile", *arguments])
+    return CliRunner().invoke(app, ["lab", "profile", *arguments])
 
 
 def test_an_interrupted_recording_goes_on(tmp_path: Path, plans: list[RecordPlan]) -> None:

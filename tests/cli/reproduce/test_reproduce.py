@@ -1,4 +1,4 @@
-"""``ssdkv reproduce``: tables, JSON, Markdown and figures."""
+"""``ssdkv lab reproduce``: tables, JSON, Markdown and figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_ssdkv.profiling.clusters.trace import Manifest
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["reproduce", *arguments])
+    return CliRunner().invoke(app, ["lab", "reproduce", *arguments])
 
 
 def test_rows_are_printed_with_their_verdicts() -> None:
@@ -78,4 +78,4 @@ def test_traces_answer_the_rows_that_need_them(tmp_path: Path) -> None:
     assert "not measured" in found["P12"]
     (tmp_path / "manifest.json").unlink()
     result = run("--traces", str(tmp_path))
-    assert (result.exit_code, "ssdkv reproduce:" in result.output) == (1, True)
+    assert (result.exit_code, "ssdkv lab reproduce:" in result.output) == (1, True)

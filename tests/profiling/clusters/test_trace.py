@@ -93,5 +93,5 @@ def test_a_changed_manifest_is_told(tmp_path: Path) -> None:
 
 
 def test_no_traces_name_the_way(tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match="ssdkv profile"):
+    with pytest.raises(BenchError, match="ssdkv lab profile"):
         read_traces(tmp_path)

@@ -78,7 +78,7 @@ def test_figures_of_traces_stand_in_for_those_that_were_kept() -> None:
     assert verdicts(replace(other, hits_more=0.01))["P14"] == "pass"
     assert verdicts(replace(other, rule_nine=None))["P13"] == "not measured"
     assert verdicts() == verdicts(known)
-    assert "ssdkv profile" in known.source
+    assert "ssdkv lab profile" in known.source
 
 
 def test_the_lab_makes_the_figures_of_traces(
@@ -100,7 +100,7 @@ def test_the_lab_makes_the_figures_of_traces(
     Manifest(settings, parts).write(tmp_path)
     monkeypatch.setattr(swarm_traces, "KEPT", tmp_path / "kept.json")
     swarm_traces.keep(tmp_path)
-    asked = "`ssdkv profile DIR --document a --document b --layers 2 --tokens 1024`"
+    asked = "`ssdkv lab profile DIR --document a --document b --layers 2 --tokens 1024`"
     assert swarm_traces.kept() == replace(found, source=f"the demo's model: {asked}")
     with pytest.raises(BenchError, match="traces: none"):
         swarm_traces.measure([])

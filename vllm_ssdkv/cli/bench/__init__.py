@@ -1,1 +1,1 @@
-"""`ssdkv bench`."""
+"""`ssdkv lab bench`."""

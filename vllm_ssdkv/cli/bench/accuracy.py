@@ -1,4 +1,4 @@
-"""``ssdkv bench accuracy``: what sparse decode loses, in the real vLLM."""
+"""``ssdkv lab bench accuracy``: what sparse decode loses, in the real vLLM."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def accuracy(
         if plot_file is not None:
             plot(rows[:of_recall], plot_file)
     except BenchError as error:
-        typer.echo(f"ssdkv bench accuracy: {error}", err=True)
+        typer.echo(f"ssdkv lab bench accuracy: {error}", err=True)
         raise typer.Exit(1) from error
     finally:
         stores.remove()

@@ -1,4 +1,4 @@
-"""The picture of ``ssdkv bench accuracy``: right answers by budget, for each task and length."""
+"""The picture of ``ssdkv lab bench accuracy``: right answers by budget, by task and length."""
 
 from __future__ import annotations
 

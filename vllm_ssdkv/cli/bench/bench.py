@@ -1,4 +1,4 @@
-"""``ssdkv bench``: how fast the SSDs are through our engines, fio and others."""
+"""``ssdkv lab bench``: how fast the SSDs are through our engines, fio and others."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def io(
         if plot_file is not None:
             plot(found["rows"], plot_file)
     except BenchError as error:
-        typer.echo(f"ssdkv bench io: {error}", err=True)
+        typer.echo(f"ssdkv lab bench io: {error}", err=True)
         raise typer.Exit(1) from error
     for case in found["left_out"]:
         typer.echo(f"left out, its buffers would not fit: {case}", err=as_json)

@@ -1,4 +1,4 @@
-"""``ssdkv bench clusters``: methods of choosing, placing and caching pages, on recorded traces."""
+"""``ssdkv lab bench clusters``: methods to choose, place and cache pages, on recorded traces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def clusters(
         typer.Argument(
             parser=arguments.directory,
             metavar="DIR",
-            help="Directory of traces, made by `ssdkv profile`.",
+            help="Directory of traces, made by `ssdkv lab profile`.",
         ),
     ],
     only: Annotated[
@@ -89,7 +89,7 @@ def clusters(
 
             plot(tables, plot_file)
     except BenchError as error:
-        typer.echo(f"ssdkv bench clusters: {error}", err=True)
+        typer.echo(f"ssdkv lab bench clusters: {error}", err=True)
         raise typer.Exit(1) from error
     print_tables(tables, as_json=as_json)
 

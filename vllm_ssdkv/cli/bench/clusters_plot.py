@@ -1,4 +1,4 @@
-"""The picture of ``ssdkv bench clusters``: a panel for each table of figures."""
+"""The picture of ``ssdkv lab bench clusters``: a panel for each table of figures."""
 
 from __future__ import annotations
 

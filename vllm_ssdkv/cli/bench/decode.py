@@ -1,4 +1,4 @@
-"""``ssdkv bench decode``: what sparse decode wins, on slow emulated devices under the real vLLM.
+"""``ssdkv lab bench decode``: what sparse decode wins, on emulated devices under the real vLLM.
 
 Every case, a selector at a length and a batch size, is an engine of its own, whose DRAM is the same
 share of the contexts: no case can keep in DRAM what another must read. A prompt is computed once
@@ -187,7 +187,7 @@ def decode(
         if plot_file is not None:
             plot(document, plot_file)
     except BenchError as error:
-        typer.echo(f"ssdkv bench decode: {error}", err=True)
+        typer.echo(f"ssdkv lab bench decode: {error}", err=True)
         raise typer.Exit(1) from error
     finally:
         stores.remove()

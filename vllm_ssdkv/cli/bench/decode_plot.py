@@ -1,4 +1,4 @@
-"""The picture of ``ssdkv bench decode``: tokens per second over context, and where a step goes."""
+"""The picture of ``ssdkv lab bench decode``: tokens per second over context, and a step's parts."""
 
 from __future__ import annotations
 

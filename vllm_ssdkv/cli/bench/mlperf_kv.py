@@ -1,4 +1,4 @@
-"""``ssdkv bench mlperf-kv``: the store under the KV-cache workload of MLPerf Storage."""
+"""``ssdkv lab bench mlperf-kv``: the store under the KV-cache workload of MLPerf Storage."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def mlperf_kv(
             )
         )
     except SSDKVError as error:
-        typer.echo(f"ssdkv bench mlperf-kv: {error}", err=True)
+        typer.echo(f"ssdkv lab bench mlperf-kv: {error}", err=True)
         raise typer.Exit(1) from error
     if as_json:
         given = {"model": shape.name, "users": users, "seed": seed, "scale": scale}

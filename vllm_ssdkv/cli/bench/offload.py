@@ -1,4 +1,4 @@
-"""``ssdkv bench offload``: attention near storage, on the host and on drives of the papers."""
+"""``ssdkv lab bench offload``: attention near storage, on the host and on drives of the papers."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def offload(
 
             plot(document, plot_file)
     except SSDKVError as error:
-        typer.echo(f"ssdkv bench offload: {error}", err=True)
+        typer.echo(f"ssdkv lab bench offload: {error}", err=True)
         raise typer.Exit(1) from error
     finally:
         shutil.rmtree(root, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The picture of ``ssdkv bench offload``: speed, scaling, write-back and bytes over the link."""
+"""The picture of ``ssdkv lab bench offload``: speed, scaling, write-back, bytes over the link."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suite ``recall`` of ``ssdkv bench accuracy``: questions to the recall model."""
+"""Suite ``recall`` of ``ssdkv lab bench accuracy``: questions to the recall model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suites of ``ssdkv bench accuracy`` over real text: their engines and their tables.
+"""Suites of ``ssdkv lab bench accuracy`` over real text: their engines and their tables.
 
 There is an engine for each selector; a request of it has one of the budgets as its own. The first
 engine, with exact attention, leaves the log-probabilities that the others are compared with.

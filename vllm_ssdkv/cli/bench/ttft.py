@@ -1,4 +1,4 @@
-"""``ssdkv bench ttft``: time to first token of a hit, against that of computing the prompt."""
+"""``ssdkv lab bench ttft``: time to first token of a hit, against that of computing the prompt."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def ttft(
         if as_json:
             arguments.print_json(rows)
     except (BenchError, OSError) as error:
-        typer.echo(f"ssdkv bench ttft: {error}", err=True)
+        typer.echo(f"ssdkv lab bench ttft: {error}", err=True)
         raise typer.Exit(1) from error
     finally:
         for folder in folders:

@@ -1,1 +1,1 @@
-"""`ssdkv docs`."""
+"""`ssdkv lab docs`."""

@@ -1,4 +1,4 @@
-"""``ssdkv docs``: write the generated pages, or check that they are up to date."""
+"""``ssdkv lab docs``: write the generated pages, or check that they are up to date."""
 
 from __future__ import annotations
 
@@ -116,5 +116,5 @@ def check(directory: _Directory) -> None:
     for diff in found.values():
         typer.echo(diff)
     if found:
-        typer.echo(f"run: ssdkv docs write {directory}", err=True)
+        typer.echo(f"run: ssdkv lab docs write {directory}", err=True)
         raise typer.Exit(1)

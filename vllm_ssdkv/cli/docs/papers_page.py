@@ -11,7 +11,7 @@ from vllm_ssdkv.profiling.simulation.papers.reproduce import summary, tables
 _INTRO: Final = """\
 # Results of papers
 
-`ssdkv reproduce` compares the published results of four papers, and of FlexGen, with ours, and
+`ssdkv lab reproduce` compares the published results of four papers, and of FlexGen, with ours, and
 prints this page (`--json`, `--rows P3,P17`; `--figure NAME --plot FILE` draws a figure). Drives,
 links, devices and accelerators are descriptions in `profiling/simulation/data`, where each number
 has its source, and a step of each system runs as discrete events. Each row is one of:

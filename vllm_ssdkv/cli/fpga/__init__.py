@@ -1,1 +1,1 @@
-"""``ssdkv fpga``: estimate, simulate and synthesise the kernels that attend near storage."""
+"""``ssdkv lab fpga``: estimate, simulate and synthesise the kernels that attend near storage."""

@@ -1,4 +1,4 @@
-"""Arguments that the commands of ``ssdkv fpga`` share: the shape of the kernels."""
+"""Arguments that the commands of ``ssdkv lab fpga`` share: the shape of the kernels."""
 
 from __future__ import annotations
 

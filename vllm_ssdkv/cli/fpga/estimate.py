@@ -1,4 +1,4 @@
-"""``ssdkv fpga estimate``: time of a decode step's attention on cards, and the papers' cells."""
+"""``ssdkv lab fpga estimate``: time of a decode step's attention on cards, the papers' cells."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def estimate(
 
             plot(document, plot_file)
     except BenchError as error:
-        typer.echo(f"ssdkv fpga estimate: {error}", err=True)
+        typer.echo(f"ssdkv lab fpga estimate: {error}", err=True)
         raise typer.Exit(1) from error
     tables = [
         constants_table(chosen, line),

@@ -1,4 +1,4 @@
-"""The picture of ``ssdkv fpga estimate``: time by length of the context, and what bounds it."""
+"""The picture of ``ssdkv lab fpga estimate``: time by length of the context, and what bounds it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Group of commands ``ssdkv fpga``."""
+"""Group of commands ``ssdkv lab fpga``."""
 
 from __future__ import annotations
 

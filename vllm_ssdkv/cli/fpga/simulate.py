@@ -1,4 +1,4 @@
-"""``ssdkv fpga simulate``: random contexts through the kernels, against attention in float64."""
+"""``ssdkv lab fpga simulate``: random contexts through the kernels, and attention in float64."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def simulate(
             for length in progress.track(lengths, description="simulating"):
                 rows.append(_trial(kernels, length, seed, checksum=checksum))
     except SSDKVError as error:
-        typer.echo(f"ssdkv fpga simulate: {error}", err=True)
+        typer.echo(f"ssdkv lab fpga simulate: {error}", err=True)
         raise typer.Exit(1) from error
     sizes = {"head_size": head_size, "group": group, "dtype": dtype, "seed": seed}
     document = {"backend": backend, **sizes, "rows": rows}

@@ -1,4 +1,4 @@
-"""``ssdkv fpga synth``: cells that the RTL takes, by Yosys."""
+"""``ssdkv lab fpga synth``: cells that the RTL takes, by Yosys."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def synth(
             for name, family, group in progress.track(cases, description="synthesising"):
                 cells.append(synthesise(name, family, head_size, group, timeout))
     except SSDKVError as error:
-        typer.echo(f"ssdkv fpga synth: {error}", err=True)
+        typer.echo(f"ssdkv lab fpga synth: {error}", err=True)
         raise typer.Exit(1) from error
     if output is not None:
-        add_results(Results("ssdkv fpga synth --output FILE", tools, cells), output)
+        add_results(Results("ssdkv lab fpga synth --output FILE", tools, cells), output)
     document: Row = {"rows": [dataclasses.asdict(row) for row in cells]}
     print_tables([cells_table(cells), shares_table(cells)], as_json=as_json, beside=document)

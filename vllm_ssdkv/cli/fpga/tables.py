@@ -1,4 +1,4 @@
-"""Tables of ``ssdkv fpga`` and of ``docs/fpga.md``."""
+"""Tables of ``ssdkv lab fpga`` and of ``docs/fpga.md``."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _number(value: float | None) -> str | None:
 
 
 def trials_table(document: Mapping[str, Any]) -> Table:
-    """Random contexts through a backend, as ``ssdkv fpga simulate`` has them."""
+    """Random contexts through a backend, as ``ssdkv lab fpga simulate`` has them."""
     table = Table(
         f"{document['backend']}, d = {document['head_size']}, G = {document['group']}, "
         f"{document['dtype']}",

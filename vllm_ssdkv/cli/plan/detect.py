@@ -62,7 +62,7 @@ def detect(
 
     Args:
         devices: A directory on each drive.
-        document: What ``ssdkv bench io --json`` printed; None: a short one is run.
+        document: What ``ssdkv lab bench io --json`` printed; None: a short one is run.
         dram: Bytes for KV; None: a part of what is free.
         endurance: Bytes that each drive may be written.
         console: Told what is measured.
@@ -149,7 +149,7 @@ def _shortest(work: Callable[[], object]) -> float:
 
 
 def _measure(devices: Sequence[Path]) -> Mapping[str, Any]:
-    """A short ``ssdkv bench io`` of our own engine. Raises BenchError: a directory is of no use."""
+    """``ssdkv lab bench io`` of our own engine. Raises BenchError: a directory is of no use."""
     from vllm_ssdkv.profiling.bench_io.bench import Settings, run_bench
     from vllm_ssdkv.profiling.bench_io.engines import engine_kinds
     from vllm_ssdkv.store.io.engines.protocol import Op
@@ -169,13 +169,15 @@ def _measure(devices: Sequence[Path]) -> Mapping[str, Any]:
 
 
 def read_document(path: Path) -> Mapping[str, Any]:
-    """Output of ``ssdkv bench io --json``. Raises ConfigError: it is something else."""
+    """Output of ``ssdkv lab bench io --json``. Raises ConfigError: it is something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--io: {path} is no output of ssdkv bench io --json: {error}") from error
+        raise ConfigError(
+            f"--io: {path} is no output of ssdkv lab bench io --json: {error}"
+        ) from error
     if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
-        raise ConfigError(f"--io: {path} has no rows: give the output of ssdkv bench io --json")
+        raise ConfigError(f"--io: {path} has no rows: give the output of ssdkv lab bench io --json")
     return content
 
 

@@ -119,7 +119,7 @@ def plan(
             "--io",
             parser=arguments.file_to_read,
             metavar="FILE",
-            help="Take the rates of the drives from the output of `ssdkv bench io --json`.",
+            help="Take the rates of the drives from the output of `ssdkv lab bench io --json`.",
         ),
     ] = None,
     dram: Annotated[

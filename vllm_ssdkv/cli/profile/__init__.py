@@ -1,1 +1,1 @@
-"""`ssdkv profile`."""
+"""`ssdkv lab profile`."""

@@ -1,4 +1,4 @@
-"""``ssdkv profile``: queries and keys of a real engine, and what co-activation is in them."""
+"""``ssdkv lab profile``: queries and keys of a real engine, and what co-activation is in them."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def profile(
 
     The tables show the share of a decode step's pages that the step before had and the share that
     popularity predicts, with another document's profile as the control. The half test shows half of
-    a step's pages and predicts the other half. `ssdkv bench clusters DIR` measures methods on the
-    same traces.
+    a step's pages and predicts the other half. `ssdkv lab bench clusters DIR` measures methods on
+    the same traces.
     """
     from vllm_ssdkv.profiling.rig.plot import require_plot
 
@@ -117,7 +117,7 @@ def profile(
 
             plot(table, heat(traces), plot_file)
     except BenchError as error:
-        typer.echo(f"ssdkv profile: {error}", err=True)
+        typer.echo(f"ssdkv lab profile: {error}", err=True)
         raise typer.Exit(1) from error
     print_tables([table], as_json=as_json)
 

@@ -1,4 +1,4 @@
-"""The picture of ``ssdkv profile``: heat maps of pages over steps, and what finds them."""
+"""The picture of ``ssdkv lab profile``: heat maps of pages over steps, and what finds them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""`ssdkv reproduce`."""
+"""`ssdkv lab reproduce`."""

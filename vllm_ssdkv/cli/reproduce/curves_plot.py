@@ -1,4 +1,4 @@
-"""The picture of ``ssdkv reproduce --figure``: our points, and those that a paper prints."""
+"""The picture of ``ssdkv lab reproduce --figure``: our points, and those that a paper prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ssdkv reproduce``: results of papers beside what the simulator says."""
+"""``ssdkv lab reproduce``: results of papers beside what the simulator says."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def reproduce(
         typer.Option(
             parser=arguments.directory,
             metavar="DIR",
-            help="Directory of traces made by `ssdkv profile`. They answer P10 to P14 through the "
-            "lab of `ssdkv bench clusters`, in place of the kept numbers. This takes minutes "
-            "of one core.",
+            help="Directory of traces made by `ssdkv lab profile`. They answer P10 to P14 through "
+            "the lab of `ssdkv lab bench clusters`, in place of the kept numbers. This takes "
+            "minutes of one core.",
         ),
     ] = None,
     markdown: Annotated[
@@ -85,7 +85,7 @@ def reproduce(
         if markdown is not None:
             write_markdown(made, markdown)
     except SSDKVError as error:
-        typer.echo(f"ssdkv reproduce: {error}", err=True)
+        typer.echo(f"ssdkv lab reproduce: {error}", err=True)
         raise typer.Exit(1) from error
     if as_json:
         arguments.print_json(
