@@ -210,11 +210,16 @@ def test_blocks_of_the_chain_are_compared_in_their_own_dtype(
     assert (element_type(found), found.chain_tokens) == (own, tokens)
 
 
-def test_channels_that_cannot_be_read_in_part_are_refused() -> None:
-    text = "blocks of 4 pages at least, of a number that divides 256"
+@pytest.mark.parametrize("block", [32, 512, 1024 + 512])
+def test_blocks_of_too_many_channels_to_a_page_are_refused(block: int) -> None:
+    """The smallest blocks with 4 of 128 channels to a page of 16 tokens are named, and serve."""
+    text = (
+        f"--block-size of at least 1024 tokens, of a number of pages that divides 256, not {block}"
+    )
     with pytest.raises(UnsupportedError, match=text):
-        layout(config(channel_pages="ssd"), 32)
-    layout(config("bounds", channel_pages="ssd"), 32)
+        layout(config(channel_pages="ssd"), block)
+    layout(config("bounds", channel_pages="ssd"), block)
+    layout(config(channel_pages="ssd"), 1024)
 
 
 def hybrid(*layers: int, **state: object) -> KVCacheConfig:

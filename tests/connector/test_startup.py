@@ -58,17 +58,15 @@ def test_blocks_that_may_be_chosen_from(
 @pytest.mark.parametrize(
     ("block", "head_size", "options", "percent"),
     [
-        (64, 64, {}, 106),  # as measured
-        (128, 64, {}, 102),
-        (256, 64, {}, None),
-        (256, 128, {}, 101),
+        (512, 64, {}, None),
         (1024, 128, {}, None),
-        (256, 64, {"budget": 0.25}, 117),
+        (512, 64, {"budget": 0.25}, 104),
+        (1024, 128, {"budget": 0.25}, 104),
         (1024, 64, {"budget_tokens": 2048, "exact_below": 2048}, 112),
         (1024, 64, {"channels": 64}, 106),
-        (64, 64, {"granularity": "page"}, None),
-        (64, 64, {"channel_pages": "dram"}, None),
-        (64, 64, {"selector": "adaptive", "scorer": "sparf"}, None),
+        (512, 64, {"budget": 0.25, "granularity": "page"}, None),
+        (512, 64, {"budget": 0.25, "channel_pages": "dram"}, None),
+        (512, 64, {"budget": 0.25, "selector": "adaptive", "scorer": "sparf"}, None),
     ],
 )
 def test_single_tokens_that_cost_more_than_all_are_told(

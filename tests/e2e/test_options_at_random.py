@@ -54,8 +54,6 @@ def sparse_options(source: random.Random, selector: str) -> dict[str, object]:
         options["cluster_size"] = source.choice([1, 8])
     if selector in {"adaptive", "swarm"}:
         options["scorer"] = source.choice(["bounds", "spread", "codes", "sparf"])
-    if selector == "sparf" or options.get("scorer") == "sparf":
-        options["channel_pages"] = source.choice(["dram", "ssd"])
     if selector == "sparf":
         options["granularity"] = source.choice(["page", "token"])
     return options

@@ -11,7 +11,6 @@ from tests.e2e.test_sparse import BUDGET, LISTS, PAGE_BYTES, QUESTIONS, Recall
 from vllm_ssdkv.profiling.recall.recall import Task, ask
 
 BLOCK = 64
-"""So that a channel page holds half of a head's 64 channels."""
 OPTIONS: dict[str, object] = {"budget": BUDGET, "summaries": "20MiB"}
 """Channels of all questions are half of their KV, of 31 MB."""
 
@@ -73,30 +72,6 @@ def test_needles_among_many_are_told_apart(recall: Recall) -> None:
     """The tasks for which page bounds are too coarse, from the same eighth."""
     assert recall.right(HARD) == len(HARD)
     assert recall.engine.ssdkv("sparse_rows_exact") == 0
-    assert_sound(recall)
-
-
-def test_channels_on_ssd_and_single_tokens_after_a_restart(recall: Recall) -> None:
-    """The same store: only the sums of V are brought when decode begins."""
-    recall.engine.close()
-    recall.options = {"budget": BUDGET, "granularity": "token", "channel_pages": "ssd"}
-    recall.dram = "12MiB"
-    recall.start()
-    engine = recall.engine
-    asked = [question for question in QUESTIONS if question.task == "copy"]
-    assert recall.right(asked) == len(asked)
-    assert engine.ssdkv("hit_tokens", tier="ssd") >= sum(len(q.prompt) - BLOCK for q in asked)
-    whole = context_bytes(recall)
-    assert 0 < kept(recall, "token") <= BUDGET * whole
-    assert kept(recall, "token") < sum(fetched(recall, "token", tier) for tier in TIERS)
-    channels = [fetched(recall, "channel", tier) for tier in TIERS]
-    assert channels[2] > 0
-    # At least a page of each head's two, at most both.
-    assert whole / 4 <= sum(channels) <= whole / 2
-    assert kept(recall, "channel") == whole / 16
-    blocks = sum(len(question.prompt) // BLOCK for question in asked)
-    summaries = [fetched(recall, "summary", tier) for tier in TIERS]
-    assert 0 < sum(summaries) <= blocks * PAGE_BYTES
     assert_sound(recall)
 
 

@@ -44,6 +44,8 @@ class Recall:
     options: dict[str, object] = field(default_factory=dict)
     dram: str = "12MiB"
     block: int = BLOCK
+    window: int = WINDOW
+    longest: int = 4096
     turn: int = 0
     decoded: list[list[int]] = field(default_factory=list)
     """Prompts and what followed them, as :func:`decode` made them."""
@@ -55,17 +57,17 @@ class Recall:
             MODEL_DIR,
             ssdkv=page_mode(
                 self.places,
-                window=WINDOW,
+                window=self.window,
                 dram=self.dram,
                 selector=self.selector,
                 sparse=sparse,
                 io=io,
             ),
-            kv_tokens=8 * kv_tokens(WINDOW, CHUNK, self.block),
+            kv_tokens=8 * kv_tokens(self.window, CHUNK, self.block),
             dtype="bfloat16",
             block_size=self.block,
             max_num_batched_tokens=CHUNK,
-            max_model_len=4096,
+            max_model_len=self.longest,
         )
 
     def right(

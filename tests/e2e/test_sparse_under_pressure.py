@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.e2e.models import prompts
+from tests.e2e.models import make_llama, prompts
 from tests.e2e.stock import Stock
 from tests.e2e.test_mixed import Mixed
 from tests.e2e.workload import page_mode
@@ -23,18 +22,18 @@ from tests.kit.engine import Engine
 from tests.store.unhurried import open_unhurried_engines
 from vllm_ssdkv.base.metrics import counter_key
 
-WINDOW, CHUNK = 64, 128
-BLOCK = 64
-"""So that a channel page holds half of a head's 64 channels."""
-HBM_BLOCKS = 12
-"""Less than two for each of eight windows."""
+WINDOW, CHUNK = 256, 512
+BLOCK = 256
+"""The least for a channel page of 4 of a head's 32 channels."""
+HBM_BLOCKS = 13
+"""What the prompts of nine requests take: nothing is left where their next blocks begin."""
 LENGTH = 110
 SHORT = 30
 """Tokens that are enough for a drive to fail among them."""
 
 EARLY: dict[str, dict[str, object]] = {
     "a lossless": {"budget": 1},
-    "a token budget": {"budget_tokens": 90},
+    "a token budget": {"budget_tokens": 300},
     "a exact": {"selector": "exact"},
     "a share": {"budget": 0.75},
 }
@@ -54,7 +53,7 @@ LONG: dict[str, dict[str, object] | None] = {
     "c exact": {"selector": "exact"},
 }
 ASKED = {**EARLY, **LATE, **LONG}
-LENGTHS = (40, 57, 33, 48, 20, 60, 52, 44, 31, 1500, 1300, 1100, 900, 700)
+LENGTHS = (440, 457, 433, 448, 250, 226, 232, 244, 238, 3000, 2600, 2200, 1800, 1400)
 PROMPTS = dict(zip(ASKED, prompts(LENGTHS, 37), strict=True))
 LOSSLESS = [
     n for n in ASKED if not n.endswith(("budget", "share", "eighth", "adaptive", "c swarm"))
@@ -76,7 +75,7 @@ class Pressed(Mixed):
             "exact_below": 0,
             "channel_pages": "ssd",
             "page_cache": "16MiB",
-            "summaries": "1MiB",
+            "summaries": "2MiB",
             "token_order": "keys",
         }
         self.engine = Engine(
@@ -93,7 +92,7 @@ class Pressed(Mixed):
             kv_tokens=HBM_BLOCKS * BLOCK,
             block_size=BLOCK,
             max_num_batched_tokens=CHUNK,
-            max_model_len=2048,
+            max_model_len=4096,
             scheduling_policy="priority",
         )
 
@@ -103,11 +102,11 @@ class Pressed(Mixed):
 
 @pytest.fixture(scope="module")
 def pressed(
-    models: dict[str, Path],
-    stock: Stock,
     devices: Callable[..., list[dict[str, str]]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pressed]:
+    model = make_llama(tmp_path_factory.mktemp("model"), head_dim=32, hidden=128, layers=3)
+    stock = Stock({"llama": model})
     answers = stock.answers("llama", [PROMPTS[name] for name in LOSSLESS], LENGTH)
     wanted = {name: answer.tokens for name, answer in zip(LOSSLESS, answers, strict=True)}
 
@@ -115,7 +114,7 @@ def pressed(
         open_unhurried_engines(patch)
         control = tmp_path_factory.mktemp("faults") / "faults.json"
         made = Pressed(
-            models["llama"],
+            model,
             devices(4),
             control,
             [],

@@ -139,8 +139,9 @@ class ScoringConfig(OptionModel):
         Field(
             description="Place of the second copy of K by which `sparf` scores. `dram` keeps it "
             "in `summaries`. `ssd` reads the pages that hold a chosen channel for every token. A "
-            "page has 2 x head size x page_tokens / block size channels, so this needs blocks of "
-            "1024 tokens and more. The store is the same."
+            "page has 2 x head size x page_tokens / block size channels, and may have 4: this "
+            "needs blocks of head size x page_tokens / 2 tokens and more, 1024 at head size 128. "
+            "The store is the same."
         ),
         Reason("dram: the channels of a token are spread over the whole context."),
         _SCORES_CHANNELS,
