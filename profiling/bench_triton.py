@@ -223,15 +223,17 @@ def sparse_figures(
     )
     parts = score.choose_channels(query, layout, channels, scale)
 
-    def by_bounds() -> torch.Tensor:
-        return score.bound_logits(query, *rows, bounds, layout=layout, scale=scale, max_pages=pages)
+    bound = torch.empty((*shape[:2], pages), device=device)
+
+    def by_bounds() -> None:
+        score.page_logits(query, *rows, bounds, bound, layout=layout, scale=scale, spread=False)
 
     def by_channels() -> torch.Tensor:
         return score.channel_logits(
             *parts, *rows, *places, layout=layout, picked=False, max_tokens=every
         )
 
-    bound, logits = by_bounds(), by_channels()
+    logits = by_channels()
 
     def by_tokens() -> tuple[torch.Tensor, ...]:
         return tokens.score_tokens(

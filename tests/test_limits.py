@@ -56,6 +56,7 @@ LARGER = {
     "triton_kernels/attend.py attend": _KERNEL,
     "triton_kernels/choose.py choose": _KERNEL,
     "triton_kernels/score.py channel_logits": _KERNEL,
+    "triton_kernels/score.py page_logits": _KERNEL,
     "vllm_ssdkv/attention/exact.py attend_exact": _ATTENTION,
     "vllm_ssdkv/attention/sparse.py SparseDecode.__init__": _ATTENTION,
     "vllm_ssdkv/attention/sparse.py SparseDecode.attend": _ATTENTION,

@@ -1,7 +1,7 @@
 """Choice of pages by score and mass on the device: top-k and top-p without reading anything back.
 
-The k-th largest score is found bit by bit: 32 counts over scores that stay in the caches, no sort,
-and equal scores go by number. The semantics are those of ``ScoringKernels.choose``.
+The k-th largest score is found digit by digit, by four histograms of scores that stay in registers:
+no sort, and equal scores go by number. The semantics are those of ``ScoringKernels.choose``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,75 @@ import triton.language as tl
 
 from vllm_ssdkv.triton_kernels.launch import inline, jit, on_device_of, padded, require
 
-TILE = 1024
+TILE = 8192
+"""Pages of a list that a program holds in registers; it goes over longer lists in such tiles."""
+
+
+@inline
+def _weigh_line(
+    logits_ptr: torch.Tensor,
+    seen_m_ptr: torch.Tensor,
+    seen_l_ptr: torch.Tensor,
+    weights_ptr: torch.Tensor,
+    lse_ptr: torch.Tensor,
+    line: int,
+    log_tokens: float,
+    columns: int,
+    width: int,
+    queries: int,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SEEN: tl.constexpr,
+    SUMS: tl.constexpr,
+) -> float:
+    """Write the weights of a list's pages, and the log-sum-exps of its query heads; return the mass
+    of what its queries have seen before: ``SEEN`` partial states (``l`` is 1 without ``SUMS``)."""
+    window = 0.0
+    for g in range(GROUP):
+        head = line * GROUP + g
+        at = logits_ptr + head * width
+        top = float("-inf")
+        total = 0.0
+        for start in range(0, columns, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            x = tl.load(at + column, mask=column < columns, other=float("-inf"))
+            higher = tl.maximum(top, tl.max(tl.where(x != x, float("-inf"), x), 0))  # noqa: PLR0124
+            shift = tl.where(higher == float("-inf"), 0.0, higher)
+            weight = tl.where(x != x, 0.0, tl.exp(x - shift))  # noqa: PLR0124
+            total = total * tl.exp(top - shift) + tl.sum(weight, 0)
+            top = higher
+        all_ = tl.where(total > 0, top + tl.log(tl.where(total > 0, total, 1.0)) + log_tokens, top)
+        seen = float("-inf")
+        for part in tl.static_range(SEEN):
+            part_lse = tl.load(seen_m_ptr + part * queries + head)
+            if SUMS:
+                part_l = tl.load(seen_l_ptr + part * queries + head)
+                there = part_lse > float("-inf")
+                part_lse += tl.log(tl.where(there, part_l, 1.0))
+            seen = _add_logs(seen, part_lse)
+        if SEEN > 0:
+            all_ = _add_logs(all_, seen)
+            window += tl.where(seen == float("-inf"), 0.0, tl.exp(seen - all_)) / GROUP
+        tl.store(lse_ptr + head, all_)
+        all_ = tl.where(all_ == float("-inf"), 0.0, all_)
+        for start in range(0, columns, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            there = column < columns
+            x = tl.load(at + column, mask=there, other=float("-inf"))
+            weight = tl.where(x == float("-inf"), 0.0, tl.exp(x + log_tokens - all_)) / GROUP
+            to = weights_ptr + line * width + column
+            if g > 0:
+                weight += tl.load(to, mask=there, other=0.0)
+            tl.store(to, weight, mask=there)
+    return window
+
+
+@inline
+def _add_logs(one: float, other: float) -> float:
+    higher = tl.maximum(one, other)
+    shift = tl.where(higher == float("-inf"), 0.0, higher)
+    total: float = higher + tl.log(tl.exp(one - shift) + tl.exp(other - shift))
+    return total
 
 
 @jit
@@ -25,40 +93,25 @@ def _weigh_kernel(
     columns: int,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
+    SEEN: tl.constexpr,
 ) -> None:
     line = tl.program_id(0).to(tl.int64)
-    window = 0.0
-    for g in range(GROUP):
-        at = logits_ptr + (line * GROUP + g) * columns
-        top = float("-inf")
-        total = 0.0
-        for start in range(0, columns, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            x = tl.load(at + column, mask=column < columns, other=float("-inf"))
-            higher = tl.maximum(top, tl.max(tl.where(x != x, float("-inf"), x), 0))  # noqa: PLR0124
-            shift = tl.where(higher == float("-inf"), 0.0, higher)
-            weight = tl.where(x != x, 0.0, tl.exp(x - shift))  # noqa: PLR0124
-            total = total * tl.exp(top - shift) + tl.sum(weight, 0)
-            top = higher
-        all_ = tl.where(total > 0, top + tl.log(tl.where(total > 0, total, 1.0)) + log_tokens, top)
-        if WINDOW:
-            seen = tl.load(window_lse_ptr + line * GROUP + g)
-            higher = tl.maximum(all_, seen)
-            shift = tl.where(higher == float("-inf"), 0.0, higher)
-            all_ = higher + tl.log(tl.exp(all_ - shift) + tl.exp(seen - shift))
-            window += tl.where(seen == float("-inf"), 0.0, tl.exp(seen - all_)) / GROUP
-        tl.store(lse_ptr + line * GROUP + g, all_)
-        all_ = tl.where(all_ == float("-inf"), 0.0, all_)
-        for start in range(0, columns, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            there = column < columns
-            x = tl.load(at + column, mask=there, other=float("-inf"))
-            weight = tl.where(x == float("-inf"), 0.0, tl.exp(x + log_tokens - all_)) / GROUP
-            to = weights_ptr + line * columns + column
-            if g > 0:
-                weight += tl.load(to, mask=there, other=0.0)
-            tl.store(to, weight, mask=there)
+    window = _weigh_line(
+        logits_ptr,
+        window_lse_ptr,
+        window_lse_ptr,
+        weights_ptr,
+        lse_ptr,
+        line,
+        log_tokens,
+        columns,
+        columns,
+        0,
+        GROUP,
+        BLOCK,
+        SEEN,
+        False,
+    )
     tl.store(window_mass_ptr + line, window)
 
 
@@ -73,7 +126,7 @@ def _ranked(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Columns ``start ..``: unsigned integers in the order of their scores, and their masses.
 
-    NaN counts as infinity, the ``first`` columns come before all, -1 is no column.
+    NaN counts as infinity, the ``first`` columns come before all.
     """
     column = start + tl.arange(0, BLOCK)
     there = column < columns
@@ -81,9 +134,140 @@ def _ranked(
     mass = tl.load(mass_ptr + column, mask=there, other=0.0)
     x = tl.where(x != x, float("inf"), x) + 0.0  # noqa: PLR0124
     bits = x.to(tl.uint32, bitcast=True)
-    key = tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000).to(tl.int64)
-    key = tl.where(column < first, 0xFFFFFFFF, key)
-    return tl.where(there, key, -1), mass
+    key = tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000).to(tl.uint32)
+    return tl.where(column < first, 0xFFFFFFFF, key).to(tl.uint32), mass
+
+
+@inline
+def _tile_of(
+    score_ptr: torch.Tensor,
+    mass_ptr: torch.Tensor,
+    start: int,
+    columns: int,
+    first: int,
+    held: torch.Tensor,
+    held_mass: torch.Tensor,
+    BLOCK: tl.constexpr,
+    ONE: tl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and masses of a tile, which registers hold if it is the only one, and its columns."""
+    column = start + tl.arange(0, BLOCK)
+    if ONE:
+        key, mass = held, held_mass
+    else:
+        key, mass = _ranked(score_ptr, mass_ptr, start, columns, first, BLOCK)
+    return key, mass, column < columns
+
+
+@inline
+def _enough(
+    score_ptr: torch.Tensor,
+    mass_ptr: torch.Tensor,
+    columns: int,
+    first: int,
+    covered: torch.Tensor,
+    p: float,
+    held: torch.Tensor,
+    held_mass: torch.Tensor,
+    BLOCK: tl.constexpr,
+    ONE: tl.constexpr,
+) -> torch.Tensor:
+    """Return how many of the highest columns cover p, with what is ``covered`` without them."""
+    # The largest threshold whose scores cover p, and of the equal ones as many as it takes.
+    bound = tl.zeros([], tl.uint32)
+    for bit in tl.static_range(31, -1, -1):
+        higher = bound | (1 << bit)
+        reached = covered
+        for start in range(0, columns, BLOCK):
+            key, mass, there = _tile_of(
+                score_ptr, mass_ptr, start, columns, first, held, held_mass, BLOCK, ONE
+            )
+            reached += tl.sum(tl.where(there & (key >= higher), mass, 0.0), 0)
+        bound = tl.where(reached >= p, higher, bound).to(tl.uint32)
+    count: torch.Tensor = tl.zeros([], tl.int32)
+    reached = covered
+    for start in range(0, columns, BLOCK):
+        key, mass, there = _tile_of(
+            score_ptr, mass_ptr, start, columns, first, held, held_mass, BLOCK, ONE
+        )
+        above = there & (key > bound)
+        reached += tl.sum(tl.where(above, mass, 0.0), 0)
+        count += tl.sum(above.to(tl.int32), 0)
+    for start in range(0, columns, BLOCK):
+        key, mass, there = _tile_of(
+            score_ptr, mass_ptr, start, columns, first, held, held_mass, BLOCK, ONE
+        )
+        tie = there & (key == bound)
+        mass = tl.where(tie, mass, 0.0)
+        # Before each of them; not below p says that it is not needed, NaN that it is.
+        before = reached + tl.cumsum(mass, 0) - mass
+        count += tl.sum((tie & ((before >= p) == 0)).to(tl.int32), 0)
+        reached += tl.sum(mass, 0)
+    return count
+
+
+@inline
+def _threshold(
+    score_ptr: torch.Tensor,
+    mass_ptr: torch.Tensor,
+    columns: int,
+    first: int,
+    count: torch.Tensor,
+    held: torch.Tensor,
+    held_mass: torch.Tensor,
+    BLOCK: tl.constexpr,
+    ONE: tl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ``count``-th largest key, and how many of those that equal it are among them.
+
+    By digits of 8 bits from the highest: a histogram of the next digit of all keys that have the
+    ones before."""
+    bound = tl.zeros([], tl.uint32)
+    left = count
+    digit = tl.arange(0, 256)
+    for place in tl.static_range(24, -8, -8):
+        number = tl.zeros([256], tl.int32)
+        for start in range(0, columns, BLOCK):
+            key, _, there = _tile_of(
+                score_ptr, mass_ptr, start, columns, first, held, held_mass, BLOCK, ONE
+            )
+            there = there & (((key >> place) >> 8) == bound)
+            number += tl.histogram(((key >> place) & 255).to(tl.int32), 256, mask=there)
+        not_below = tl.sum(number, 0) - tl.cumsum(number, 0) + number
+        found = tl.maximum(tl.sum((not_below >= left).to(tl.int32), 0) - 1, 0)
+        left -= tl.sum(tl.where(digit > found, number, 0), 0)
+        bound = ((bound << 8) | found.to(tl.uint32)).to(tl.uint32)
+    return bound, left
+
+
+@inline
+def _rank(
+    score_ptr: torch.Tensor,
+    mass_ptr: torch.Tensor,
+    columns: int,
+    least: torch.Tensor,
+    most: torch.Tensor,
+    sinks: int,
+    covered: torch.Tensor,
+    p: float,
+    ADAPTIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ONE: tl.constexpr,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor, torch.Tensor]:
+    """Return how many columns of a list are chosen, the key of the last one, how many of its equals
+    are among them, how many columns go first, and keys and masses of the first tile."""
+    first: int = tl.minimum(sinks, most)
+    held, held_mass = _ranked(score_ptr, mass_ptr, 0, columns, first, BLOCK)
+    count = most
+    if ADAPTIVE:
+        count = _enough(
+            score_ptr, mass_ptr, columns, first, covered, p, held, held_mass, BLOCK, ONE
+        )
+        count = tl.minimum(tl.maximum(tl.maximum(count, least), first), most)
+    bound, left = _threshold(
+        score_ptr, mass_ptr, columns, first, count, held, held_mass, BLOCK, ONE
+    )
+    return count, bound, left, first, held, held_mass
 
 
 @jit
@@ -104,70 +288,46 @@ def _choose_kernel(
     KV_HEADS: tl.constexpr,
     ADAPTIVE: tl.constexpr,
     BLOCK: tl.constexpr,
+    ONE: tl.constexpr,
 ) -> None:
     line = tl.program_id(0).to(tl.int64)
     row = line // KV_HEADS
     score_ptr += line * width
     mass_ptr += line * width
     columns = tl.load(columns_ptr + row)
-    most = tl.minimum(tl.minimum(tl.load(most_ptr + row), columns), room)
-    most = tl.maximum(most, 0)
-    first = tl.minimum(sinks, most)
     covered = tl.load(window_mass_ptr + line)
-    count = most
-    if ADAPTIVE:
-        # The largest threshold whose scores cover p, and of the equal ones as many as it takes.
-        bound = tl.zeros([], tl.int64)
-        step = tl.full([], 1 << 31, tl.int64)
-        for _ in range(32):
-            reached = covered
-            for start in range(0, columns, BLOCK):
-                key, mass = _ranked(score_ptr, mass_ptr, start, columns, first, BLOCK)
-                reached += tl.sum(tl.where(key >= (bound | step), mass, 0.0), 0)
-            bound = tl.where(reached >= p, bound | step, bound)
-            step = step >> 1
-        count = tl.zeros([], tl.int32)
-        reached = covered
-        for start in range(0, columns, BLOCK):
-            key, mass = _ranked(score_ptr, mass_ptr, start, columns, first, BLOCK)
-            reached += tl.sum(tl.where(key > bound, mass, 0.0), 0)
-            count += tl.sum((key > bound).to(tl.int32), 0)
-        for start in range(0, columns, BLOCK):
-            key, mass = _ranked(score_ptr, mass_ptr, start, columns, first, BLOCK)
-            mass = tl.where(key == bound, mass, 0.0)
-            # Before each of them; not below p says that it is not needed, NaN that it is.
-            before = reached + tl.cumsum(mass, 0) - mass
-            count += tl.sum(((key == bound) & ((before >= p) == 0)).to(tl.int32), 0)
-            reached += tl.sum(mass, 0)
-        count = tl.maximum(tl.maximum(count, tl.load(least_ptr + row)), first)
-        count = tl.minimum(count, most)
-    # The count-th largest key.
-    bound = tl.zeros([], tl.int64)
-    step = tl.full([], 1 << 31, tl.int64)
-    for _ in range(32):
-        number = tl.zeros([], tl.int32)
-        for start in range(0, columns, BLOCK):
-            key, mass = _ranked(score_ptr, mass_ptr, start, columns, first, BLOCK)
-            number += tl.sum((key >= (bound | step)).to(tl.int32), 0)
-        bound = tl.where(number >= count, bound | step, bound)
-        step = step >> 1
-    left = count
-    for start in range(0, columns, BLOCK):
-        key, mass = _ranked(score_ptr, mass_ptr, start, columns, first, BLOCK)
-        left -= tl.sum((key > bound).to(tl.int32), 0)
+    most = tl.maximum(tl.minimum(tl.minimum(tl.load(most_ptr + row), columns), room), 0)
+    least = tl.load(least_ptr + row)
+    count, bound, left, first, held, held_mass = _rank(
+        score_ptr, mass_ptr, columns, least, most, sinks, covered, p, ADAPTIVE, BLOCK, ONE
+    )
     at = line * room
     for start in range(0, columns, BLOCK):
-        key, mass = _ranked(score_ptr, mass_ptr, start, columns, first, BLOCK)
-        tie = (key == bound).to(tl.int32)
-        taken = (key > bound) | ((tie > 0) & (tl.cumsum(tie, 0) <= left))
+        key, mass, there = _tile_of(
+            score_ptr, mass_ptr, start, columns, first, held, held_mass, BLOCK, ONE
+        )
+        taken, left = _taken(key, there, bound, left)
         number = tl.cumsum(taken.to(tl.int32), 0)
         tl.store(pages_ptr + at + number - 1, start + tl.arange(0, BLOCK), mask=taken)
         covered += tl.sum(tl.where(taken, mass, 0.0), 0)
         at += tl.sum(taken.to(tl.int32), 0)
-        left -= tl.sum(tie, 0)
     tl.store(count_ptr + line, count)
     covered = tl.where(covered > 1.0, 1.0, covered)
     tl.store(covered_ptr + line, tl.where(count == columns, 1.0, covered))
+
+
+@inline
+def _taken(
+    key: torch.Tensor, there: torch.Tensor, bound: torch.Tensor, left: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which columns of a tile are chosen, and how many equals of the last key are left."""
+    tie = (there & (key == bound)).to(tl.int32)
+    taken = (there & (key > bound)) | ((tie > 0) & (tl.cumsum(tie, 0) <= left))
+    return taken, left - tl.sum(tie, 0)
+
+
+def _warps(columns: int) -> int:
+    return 16 if columns >= 4096 else 4
 
 
 def weigh(
@@ -201,8 +361,8 @@ def weigh(
             columns,
             GROUP=heads // kv_heads,
             BLOCK=min(TILE, padded(columns)),
-            WINDOW=window_lse is not None,
-            num_warps=4,
+            SEEN=0 if window_lse is None else 1,
+            num_warps=_warps(columns),
         )
     return weights, window, lse
 
@@ -256,6 +416,7 @@ def choose(
             KV_HEADS=heads,
             ADAPTIVE=p < 1,
             BLOCK=min(TILE, padded(width)),
-            num_warps=4,
+            ONE=width <= TILE,
+            num_warps=_warps(width),
         )
     return pages, count, covered

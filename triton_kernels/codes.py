@@ -270,24 +270,24 @@ def code_logits(
     row_begin: torch.Tensor,
     row_end: torch.Tensor,
     codes: torch.Tensor,
+    logits: torch.Tensor,
     *,
     layout: BlockLayout,
     scale: float,
-    max_pages: int,
     bits: int,
-) -> torch.Tensor:
-    """Logits of each context page from codes: float32 ``[R, Hq, max_pages]``.
+) -> None:
+    """Write logits of each context page from codes to ``logits``, float32 ``[R, Hq, columns]``.
 
-    Arguments as of ``score.bound_logits``, with records of codes. Queued on the current stream.
+    Arguments as of ``score.page_logits``, with records of codes. Queued on the current stream.
     """
     rows, heads, size = query.shape
     require(
         query.is_contiguous() and size == layout.head_size and heads % layout.kv_heads == 0,
         f"a query of {tuple(query.shape)} does not fit {layout}",
     )
-    logits = torch.empty((rows, heads, max_pages), dtype=torch.float32, device=query.device)
+    columns = logits.shape[2]
     if not logits.numel():
-        return logits
+        return
     turn = rotation(size, query.device)
     rotated = torch.zeros((rows, heads, len(turn)), dtype=torch.float32, device=query.device)
     torch.matmul(query.float() * scale, turn[:size], out=rotated)
@@ -295,14 +295,14 @@ def code_logits(
     room = min(padded(layout.page_tokens), TILE_TOKENS)
     pages = TILE_TOKENS // room
     with on_device_of(query):
-        _logits_kernel[(rows, layout.kv_heads, math.ceil(max_pages / pages))](
+        _logits_kernel[(rows, layout.kv_heads, math.ceil(columns / pages))](
             rotated,
             levels(bits, query.device),
             row_begin,
             row_end,
             codes,
             logits,
-            max_pages,
+            columns,
             KV_HEADS=layout.kv_heads,
             GROUP=heads // layout.kv_heads,
             HEAD_SIZE=size,
@@ -320,4 +320,3 @@ def code_logits(
             num_warps=8,
             num_stages=1,
         )
-    return logits

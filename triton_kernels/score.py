@@ -12,9 +12,18 @@ import torch
 import triton.language as tl
 
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
-from vllm_ssdkv.triton_kernels.launch import TL_DTYPES, jit, on_device_of, padded, require
+from vllm_ssdkv.triton_kernels.launch import (
+    TL_DTYPES,
+    dot_dtype,
+    jit,
+    on_device_of,
+    padded,
+    require,
+)
 
-TILE_PAGES = 16
+TILE_PAGES = 64
+"""Pages of a program, for records of heads of at most 256 bytes; fewer for longer ones."""
+
 TILE_TOKENS = 128
 
 
@@ -27,14 +36,17 @@ def _pages_kernel(
     logits_ptr: torch.Tensor,
     scale: float,
     columns: int,
+    offset: int,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     GROUPS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
     SPREAD: tl.constexpr,
     KV: tl.constexpr,
+    DOT: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -43,22 +55,36 @@ def _pages_kernel(
     there = page < (tl.load(row_end_ptr + row) - begin) * GROUPS
     channel = tl.arange(0, BLOCK_D)
     in_head = channel < HEAD_SIZE
-    base = tl.load(records_ptr + begin + page // GROUPS, mask=there, other=0)
+    base = tl.load(records_ptr + begin + page // GROUPS, mask=there, other=0) + offset
     at = base.to(tl.pointer_type(KV)) + (head * GROUPS + page % GROUPS) * (2 * HEAD_SIZE)
-    at = at[:, None] + channel[None, :]
-    mask = there[:, None] & in_head[None, :]
-    first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(at + HEAD_SIZE, mask=mask, other=0.0).to(tl.float32)
-    for g in range(GROUP):
-        query_head = (row * KV_HEADS + head).to(tl.int64) * GROUP + g
-        q = tl.load(q_ptr + query_head * HEAD_SIZE + channel, mask=in_head, other=0.0)
+    at = at[None, :] + channel[:, None]
+    mask = there[None, :] & in_head[:, None]
+    first = tl.load(at, mask=mask, other=0.0).to(DOT)
+    second = tl.load(at + HEAD_SIZE, mask=mask, other=0.0).to(DOT)
+    g = tl.arange(0, BLOCK_G)
+    query_head = (row * KV_HEADS + head).to(tl.int64) * GROUP + g
+    q = tl.load(
+        q_ptr + query_head[:, None] * HEAD_SIZE + channel[None, :],
+        mask=(g < GROUP)[:, None] & in_head[None, :],
+        other=0.0,
+    )
+    if SPREAD:
         q = q.to(tl.float32) * scale
-        if SPREAD:
-            logit = tl.sum(q[None, :] * (first + 0.5 * q[None, :] * second), 1)
-        else:
-            logit = tl.sum(q[None, :] * tl.where(q[None, :] > 0, second, first), 1)
-        logit = tl.where(there, logit, float("-inf"))
-        tl.store(logits_ptr + query_head * columns + page, logit, mask=page < columns)
+        logits = tl.dot(q, first, input_precision="ieee")
+        logits += tl.dot(0.5 * q * q, second, input_precision="ieee")
+    else:
+        # The larger of q * low and q * high: by sign of q one of them, so a sum of two products.
+        q = q.to(DOT)
+        none = tl.zeros_like(q)
+        logits = tl.dot(tl.minimum(q, none), first, input_precision="ieee")
+        logits += tl.dot(tl.maximum(q, none), second, input_precision="ieee")
+        logits = logits * scale
+    logits = tl.where(there[None, :], logits, float("-inf"))
+    tl.store(
+        logits_ptr + query_head[:, None] * columns + page[None, :],
+        logits,
+        mask=(g < GROUP)[:, None] & (page < columns)[None, :],
+    )
 
 
 @jit
@@ -127,75 +153,64 @@ def _channels_kernel(
     )
 
 
-def bound_logits(
-    query: torch.Tensor,
-    row_begin: torch.Tensor,
-    row_end: torch.Tensor,
-    bounds: torch.Tensor,
-    *,
-    layout: BlockLayout,
-    scale: float,
-    max_pages: int,
-) -> torch.Tensor:
-    """Upper bounds of the scaled logits of each context page, float32 ``[R, Hq, max_pages]``.
-
-    ``query [R, Hq, D]`` contiguous; row r has the blocks ``row_begin[r] .. row_end[r]`` (int32
-    ``[R]``) of ``bounds`` (absolute addresses, int64 ``[B]``, ``[kv_heads, groups, 2, head_size]``
-    of the layout's dtype each, in memory that the device reaches). A row has at most ``max_pages``
-    pages. Queued on the current stream; raises ``ValueError`` on wrong shapes.
-    """
-    return _page_logits(query, row_begin, row_end, bounds, layout, scale, max_pages, spread=False)
-
-
-def spread_logits(
-    query: torch.Tensor,
-    row_begin: torch.Tensor,
-    row_end: torch.Tensor,
-    spread: torch.Tensor,
-    *,
-    layout: BlockLayout,
-    scale: float,
-    max_pages: int,
-) -> torch.Tensor:
-    """:func:`bound_logits` from mean and variance: ``ScoringKernels.spread_logits``."""
-    return _page_logits(query, row_begin, row_end, spread, layout, scale, max_pages, spread=True)
-
-
-def _page_logits(
+def page_logits(
     query: torch.Tensor,
     row_begin: torch.Tensor,
     row_end: torch.Tensor,
     records: torch.Tensor,
+    logits: torch.Tensor,
+    *,
     layout: BlockLayout,
     scale: float,
-    max_pages: int,
-    *,
     spread: bool,
-) -> torch.Tensor:
+    offset: int = 0,
+) -> None:
+    """Write logits of each context page to ``logits``, float32 ``[R, Hq, columns]``.
+
+    They are upper bounds, or with ``spread`` they come from mean and variance: see
+    ``ScoringKernels.bound_logits`` and ``spread_logits``. ``query [R, Hq, D]`` contiguous; row r
+    has the blocks ``row_begin[r] .. row_end[r]`` (int32 ``[R]``) of ``records`` (absolute
+    addresses, int64 ``[B]``, to each of which ``offset`` bytes are added: ``[kv_heads, groups, 2,
+    head_size]`` of the layout's dtype each, in memory that the device reaches). A row has at most
+    ``columns`` pages; behind them it gets minus
+    infinity. Queued on the current stream; raises ``ValueError`` on wrong shapes.
+    """
     rows, heads = _check(query, layout, row_begin, row_end)
-    logits = torch.empty((rows, heads, max_pages), dtype=torch.float32, device=query.device)
+    columns = logits.shape[2]
+    require(
+        tuple(logits.shape[:2]) == (rows, heads)
+        and logits.dtype == torch.float32
+        and logits.is_contiguous(),
+        f"logits must be contiguous float32 [{rows}, {heads}, columns]",
+    )
     if not logits.numel():
-        return logits
+        return
+    group, width = heads // layout.kv_heads, padded(layout.head_size, 16)
+    dot = tl.float32 if spread else dot_dtype(query.dtype, layout.dtype)
+    row_bytes = width * (4 if dot == tl.float32 else 2)
+    tile = max(16, min(TILE_PAGES, TILE_PAGES * 256 // row_bytes))
     with on_device_of(query):
-        _pages_kernel[(rows, layout.kv_heads, -(-max_pages // TILE_PAGES))](
+        _pages_kernel[(rows, layout.kv_heads, -(-columns // tile))](
             query,
             row_begin,
             row_end,
             records,
             logits,
             scale,
-            max_pages,
+            columns,
+            offset,
             KV_HEADS=layout.kv_heads,
-            GROUP=heads // layout.kv_heads,
+            GROUP=group,
             HEAD_SIZE=layout.head_size,
             GROUPS=layout.groups,
-            BLOCK_D=padded(layout.head_size),
-            TILE=TILE_PAGES,
+            BLOCK_G=padded(group, 16),
+            BLOCK_D=width,
+            TILE=tile,
             SPREAD=spread,
             KV=TL_DTYPES[layout.dtype],
+            DOT=dot,
             num_warps=4,
         )
-    return logits
 
 
 def choose_channels(
@@ -233,7 +248,7 @@ def channel_logits(
 ) -> torch.Tensor:
     """SparQ's approximate logits of each token, the window's last: ``[R, Hq, max_tokens]`` float32.
 
-    From the channels and queries of :func:`choose_channels`. As :func:`bound_logits`, with ``base``
+    From the channels and queries of :func:`choose_channels`. As :func:`page_logits`, with ``base``
     of channel-major K ``[kv_heads, head_size, block_tokens]``, or if it is ``picked`` only the
     chosen channels, ``[kv_heads, r, block_tokens]``; and the window's token-major blocks, laid out
     by ``layout``: row r's begin at ``window_begin[r]`` (int32 ``[R]``) of ``window`` (absolute

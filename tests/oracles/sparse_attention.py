@@ -55,7 +55,8 @@ def bound_logits(
     """Upper bounds of the scaled logits of each page, ``[q_heads, pages]`` (Quest).
 
     ``scale`` must not be negative. Summed channel by channel: in the same order, no sum of products
-    ``q * k`` over a key within the bounds is larger, rounding included.
+    ``q * k`` over a key within the bounds is larger, rounding included. Kernels may give NaN where
+    a bound is infinite.
     """
     group = query.shape[0] // low.shape[1]
     bounds = torch.zeros((query.shape[0], low.shape[0]), dtype=F64)

@@ -210,8 +210,8 @@ def test_scores(
     layout = BlockLayout.unpadded(64, 16, 2, 128, dtype)
     query = torch.zeros(3, 14, 128, dtype=dtype)
     rows, places = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
-    make = score.spread_logits if picked else score.bound_logits
-    make(query, rows, rows, places, layout=layout, scale=0.1, max_pages=100)
+    logits = torch.zeros(3, 14, 100)
+    score.page_logits(query, rows, rows, places, logits, layout=layout, scale=0.1, spread=picked)
     chosen, reduced = score.choose_channels(query, layout, 16, 0.1)
     score.channel_logits(
         chosen,
@@ -226,7 +226,9 @@ def test_scores(
         picked=picked,
         max_tokens=1000,
     )
-    check(pages, capability)
+    ptx = check(pages, capability)
+    if dtype == torch.bfloat16:
+        assert "mma" in ptx
     check(channels, capability)
 
 
@@ -254,7 +256,8 @@ def test_codes(
     codes.encode(places, layout, places, bits)
     rows = torch.zeros(3, dtype=torch.int32)
     query = torch.zeros(3, 14, head_size, dtype=dtype)
-    codes.code_logits(query, rows, rows, places, layout=layout, scale=0.1, max_pages=100, bits=bits)
+    table = torch.zeros(3, 14, 100)
+    codes.code_logits(query, rows, rows, places, table, layout=layout, scale=0.1, bits=bits)
     check(encode, capability)
     check(logits, capability)
 

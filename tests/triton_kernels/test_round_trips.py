@@ -55,11 +55,11 @@ def test_nothing_is_read_back(launches: dict[str, Recorder], scorer: str, p: flo
     query = torch.empty((ROWS, HEADS, 128), dtype=torch.bfloat16, device=META)
     blocks = rows(torch.int64, 100)
     if scorer != "channels":
-        code_logits = partial(codes.code_logits, bits=2)
-        make = {"bounds": score.bound_logits, "spread": score.spread_logits, "codes": code_logits}[
-            scorer
-        ]
-        logits = make(query, rows(), rows(), blocks, layout=LAYOUT, scale=0.1, max_pages=PAGES)
+        make = partial(score.page_logits, spread=scorer == "spread")
+        if scorer == "codes":
+            make = partial(codes.code_logits, bits=2)
+        logits = torch.empty((ROWS, HEADS, PAGES), device=META)
+        make(query, rows(), rows(), blocks, logits, layout=LAYOUT, scale=0.1)
         lse = torch.empty((ROWS, HEADS), device=META)
         table, window, _ = choose.weigh(logits, lse, LAYOUT.kv_heads, LAYOUT.page_tokens)
         mass = table

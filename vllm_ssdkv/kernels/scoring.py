@@ -272,14 +272,16 @@ class TritonScoringKernels:
     ) -> tuple[torch.Tensor, Offsets]:
         """See :meth:`ScoringKernels.bound_logits`."""
         records = require_records(context.bounds_base, "bounds")
-        return self._page_logits(self._score.bound_logits, query, context, records, scale)
+        make = functools.partial(self._score.page_logits, spread=False)
+        return self._page_logits(make, query, context, records, scale)
 
     def spread_logits(
         self, query: torch.Tensor, context: ContextSummaries, scale: float
     ) -> tuple[torch.Tensor, Offsets]:
         """See :meth:`ScoringKernels.spread_logits`."""
         records = require_records(context.spread_base, "spread")
-        return self._page_logits(self._score.spread_logits, query, context, records, scale)
+        make = functools.partial(self._score.page_logits, spread=True)
+        return self._page_logits(make, query, context, records, scale)
 
     def code_logits(
         self, query: torch.Tensor, context: ContextSummaries, scale: float, bits: int
@@ -291,20 +293,22 @@ class TritonScoringKernels:
 
     def _page_logits(
         self,
-        make: Callable[..., torch.Tensor],
+        make: Callable[..., None],
         query: torch.Tensor,
         context: ContextSummaries,
         records: NDArray[np.uint64],
         scale: float,
     ) -> tuple[torch.Tensor, Offsets]:
-        logits = make(
+        shape = len(query), query.shape[1], _longest(context.pages)
+        logits = torch.empty(shape, dtype=torch.float32, device=self.device)
+        make(
             query.contiguous(),
             self._here(context.row_begin, torch.int32),
             self._here(context.row_end, torch.int32),
             self._here(records, torch.int64),
+            logits,
             layout=context.layout,
             scale=scale,
-            max_pages=_longest(context.pages),
         )
         return logits, context.sizes.first_page
 

@@ -127,7 +127,9 @@ class ScoringKernels(Protocol):
         """Upper bounds of the scaled logits of every context page, by query head.
 
         The sum over channels of ``max(q * min, q * max)`` (Quest, Tang et al. 2024): no logit of
-        the page is larger, but for rounding.
+        the page is larger, but for rounding. A page with a key that is not finite may get NaN in
+        place of infinity, also for heads whose query has the other sign: devices multiply both
+        bounds, one of them by zero.
         """
         ...
 

@@ -66,7 +66,7 @@ def test_right_kernels_pass() -> None:
         (ragged, score, "channel_logits", "logits of channels"),
         (ragged, tokens, "score_tokens", "scores of channels"),
         (ragged, tokens, "cover", "cover of channels"),
-        (ragged, score, "bound_logits", "bounds and weights"),
+        (ragged, score, "page_logits", "bounds and weights"),
         (ragged, codes, "code_logits", "logits of codes"),
         (ragged, choose, "weigh", "bounds and weights"),
         (ragged, choose, "choose", "choose, p"),

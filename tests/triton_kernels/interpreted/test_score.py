@@ -11,7 +11,7 @@ from tests.sparse.contexts import Contexts, Row, contexts
 from tests.sparse.test_scores import table
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels
-from vllm_ssdkv.triton_kernels.score import bound_logits, spread_logits
+from vllm_ssdkv.triton_kernels.score import page_logits
 
 KERNELS = CpuScoringKernels(1)
 
@@ -29,20 +29,31 @@ def compare(got: torch.Tensor, want: list[torch.Tensor]) -> None:
         assert got[row, :, have:].isneginf().all()
 
 
+def scored(problem: Contexts, records: torch.Tensor, spare: int, *, spread: bool) -> torch.Tensor:
+    """Logits of all pages, and of `spare` columns more, from records 48 bytes further on."""
+    context = problem.summaries
+    shape = *problem.query.shape[:2], int(context.pages.max()) + spare
+    logits = torch.full(shape, torch.nan)
+    page_logits(
+        problem.query,
+        tensor(context.row_begin),
+        tensor(context.row_end),
+        records - 48,
+        logits,
+        layout=problem.layout,
+        scale=problem.scale,
+        spread=spread,
+        offset=48,
+    )
+    return logits
+
+
 @given(problem=contexts(most_blocks=4), spare=st.integers(0, 20))
 @settings(max_examples=12, deadline=None)
 def test_bounds(problem: Contexts, spare: int) -> None:
     context, heads = problem.summaries, problem.query.shape[1]
     logits, first = KERNELS.bound_logits(problem.query, context, problem.scale)
-    got = bound_logits(
-        problem.query,
-        tensor(context.row_begin),
-        tensor(context.row_end),
-        tensor(context.bounds_base),
-        layout=problem.layout,
-        scale=problem.scale,
-        max_pages=int(context.pages.max()) + spare,
-    )
+    got = scored(problem, tensor(context.bounds_base), spare, spread=False)
     compare(got, table(logits, first, heads))
 
 
@@ -51,15 +62,7 @@ def test_bounds(problem: Contexts, spare: int) -> None:
 def test_mean_and_variance(problem: Contexts, spare: int) -> None:
     context, heads = problem.summaries, problem.query.shape[1]
     logits, first = KERNELS.spread_logits(problem.query, context, problem.scale)
-    got = spread_logits(
-        problem.query,
-        tensor(context.row_begin),
-        tensor(context.row_end),
-        tensor(context.spread_base),
-        layout=problem.layout,
-        scale=problem.scale,
-        max_pages=int(context.pages.max()) + spare,
-    )
+    got = scored(problem, tensor(context.spread_base), spare, spread=True)
     compare(got, table(logits, first, heads))
 
 
@@ -70,12 +73,13 @@ def test_wrong_shapes_are_refused() -> None:
     begin, end = tensor(context.row_begin), tensor(context.row_end)
     for query, first in ((problem.query[:, :1], begin), (problem.query, begin.long())):
         with pytest.raises(ValueError, match=r"fit|need"):
-            bound_logits(
+            page_logits(
                 query,
                 first,
                 end,
                 tensor(context.bounds_base),
+                torch.zeros(1, query.shape[1], 2),
                 layout=layout,
                 scale=1.0,
-                max_pages=2,
+                spread=False,
             )
