@@ -27,8 +27,8 @@ def without_code(text: str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """Anchors of headings, as GitHub makes them."""
-    found: set[str] = set()
+    """Anchors of headings, as GitHub makes them, and those that a page names itself."""
+    found = set(re.findall(r'<a id="([^"]+)"></a>', text))
     for heading in re.findall(r"^#+ (.+)$", without_code(text), re.MULTILINE):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
         found.add(re.sub(r"[^\w\- ]", "", plain).replace(" ", "-"))

@@ -1,4 +1,4 @@
-"""Every error and warning is in the tables of docs, with its cure, and nothing else is."""
+"""Every error and warning is in the catalog, with its cure, and nothing else is."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.kit.sources import parsed
-from tests.messages import ANYTHING, Entry, entries, entry_for, is_of_the_system
+from tests.messages import is_of_the_system
 from vllm_ssdkv.base import errors
+from vllm_ssdkv.cli.explain.catalog import ANYTHING, Entry, entries, entry_for
 
 PACKAGE = Path(__file__).parents[1] / "vllm_ssdkv"
 ERRORS = {name for name in dir(errors) if name.endswith("Error")}
@@ -86,7 +87,7 @@ def test_every_message_has_its_cure() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.phrase)
+@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.text)
 def test_every_entry_is_a_message(entry: Entry) -> None:
     assert any(map(entry.pattern.match, all_texts()))
-    assert entry.cure
+    assert entry.message.cure

@@ -21,8 +21,8 @@ from vllm.v1.kv_cache_interface import (
 
 from tests.connector.simulation import drafts_like, engine_config
 from tests.e2e.models import make_llama
-from tests.messages import entry_for
 from vllm_ssdkv.base.errors import UnsupportedError
+from vllm_ssdkv.cli.explain.catalog import entry_for
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector import attention_impl, obstacle
 from vllm_ssdkv.connector.attention_backend import _tiered
@@ -136,7 +136,7 @@ def test_engines_whose_contexts_cannot_be_x(
     with pytest.raises(UnsupportedError) as caught:
         check_engine(with_x, config)
     assert wanted in str(caught.value)
-    assert entry_for(str(caught.value)), "docs/operations.md has its cure"
+    assert entry_for(str(caught.value)), "the catalog has its cure"
     without = {**WITH_X, "offload": {}}
     check_engine(SSDKVConfig.from_extra_config(without), config)
 
@@ -213,10 +213,10 @@ def test_groups_whose_blocks_are_not_alike() -> None:
         with pytest.raises(UnsupportedError, match=f": {way}$") as caught:
             attention_spec(several(window, other))
         assert "2 KV cache groups" in str(caught.value)
-        assert entry_for(str(caught.value)), "docs/operations.md has its cure"
+        assert entry_for(str(caught.value)), "the catalog has its cure"
     with pytest.raises(UnsupportedError, match="is SimpleNamespace") as caught:
         attention_spec(several(SPEC, SimpleNamespace()))
-    assert entry_for(str(caught.value)), "docs/operations.md has its cure"
+    assert entry_for(str(caught.value)), "the catalog has its cure"
 
 
 def test_layers_with_a_state() -> None:
@@ -246,7 +246,7 @@ def test_layers_with_a_state() -> None:
         with pytest.raises(UnsupportedError) as caught:
             attention_spec(several(*specs))
         assert wanted in str(caught.value)
-        assert entry_for(str(caught.value)), "docs/operations.md has its cure"
+        assert entry_for(str(caught.value)), "the catalog has its cure"
 
 
 def test_attention_that_is_not_causal() -> None:

@@ -13,8 +13,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from tests.connector.simulation import engine_config
 from tests.e2e.models import make_llama
-from tests.messages import entry_for
 from vllm_ssdkv.base.errors import StoreError
+from vllm_ssdkv.cli.explain.catalog import entry_for
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector import startup
 from vllm_ssdkv.connector.startup import _context_blocks, _tell_costly_tokens

@@ -27,9 +27,9 @@ from vllm.v1.kv_cache_interface import (
 from tests.connector.kinds import configuration, make
 from tests.connector.simulation import drafts_like
 from tests.kit.sources import parsed
-from tests.messages import entry_for
 from tests.test_messages import text_of
 from vllm_ssdkv.base.errors import UnsupportedError
+from vllm_ssdkv.cli.explain.catalog import entry_for
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector import model_layout as layout
 from vllm_ssdkv.connector.attention_backend import SSDKVCPUBackend
@@ -615,7 +615,7 @@ def test_each_way_out_that_a_refusal_names_is_one(
     case = CASES[name]
     text = refusal(case, models, monkeypatch)
     assert text.count(case.says) == 1, "the reason, once"
-    assert entry_for(text), "docs/operations.md has its cure"
+    assert entry_for(text), "the catalog has its cure"
     (line,) = text.splitlines()[-1:]
     assert len(text.splitlines()) <= 2, "one problem"
     assert line.rpartition(": ")[2].split(", or ") == list(case.ways)

@@ -11,7 +11,7 @@ from tests.connector.kinds import KINDS, make
 from tests.e2e.models import prompts
 from tests.e2e.workload import reuse_mode
 from tests.kit.engine import Engine
-from tests.messages import entry_for
+from vllm_ssdkv.cli.explain.catalog import entry_for
 
 
 def test_nothing_is_found_where_vllm_finds_nothing(

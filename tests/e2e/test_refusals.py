@@ -10,8 +10,8 @@ import pytest
 
 from tests.e2e.workload import kv_tokens, page_mode, reuse_mode
 from tests.kit.engine import Engine
-from tests.messages import entry_for
 from vllm_ssdkv.base.errors import SSDKVError
+from vllm_ssdkv.cli.explain.catalog import entry_for
 
 Devices = Callable[..., list[dict[str, str]]]
 
@@ -28,7 +28,7 @@ def refusal(model: Path, ssdkv: dict[str, object], **options: object) -> str:
     }
     with pytest.raises(SSDKVError) as caught:
         Engine(model, ssdkv=ssdkv, **settings).close()
-    assert entry_for(str(caught.value)), "docs/operations.md has its cure"
+    assert entry_for(str(caught.value)), "the catalog has its cure"
     return str(caught.value)
 
 

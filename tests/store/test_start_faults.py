@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.messages import entry_for
 from tests.store.opening import MODEL, close, fill, impatient, place
 from vllm_ssdkv.base.errors import SSDKVError
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.cli.explain.catalog import entry_for
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.manifest import COPY, NAME

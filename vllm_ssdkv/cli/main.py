@@ -21,6 +21,7 @@ from vllm_ssdkv.cli.bench.ttft import ttft
 from vllm_ssdkv.cli.demo.demo import demo, demo_model
 from vllm_ssdkv.cli.docs import docs
 from vllm_ssdkv.cli.doctor.doctor import doctor
+from vllm_ssdkv.cli.explain.explain import explain
 from vllm_ssdkv.cli.fpga import fpga
 from vllm_ssdkv.cli.monitor import dashboard
 from vllm_ssdkv.cli.monitor.top import top
@@ -78,6 +79,7 @@ app.add_typer(batch.app, name="batch")
 app.add_typer(node.app, name="node")
 app.add_typer(pool.app, name="pool")
 app.add_typer(config.app, name="config")
+app.command()(explain)
 
 lab_app = typer.Typer(no_args_is_help=True, help="Measure, simulate, and write generated pages.")
 bench.app.command()(accuracy)

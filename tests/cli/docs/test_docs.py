@@ -60,7 +60,7 @@ def test_written_pages_pass_the_check(tmp_path: Path) -> None:
     assert run("lab", "docs", "check", str(place)).exit_code == 1, "nothing is there yet"
     assert run("lab", "docs", "write", str(place)).exit_code == 0
     assert sorted(path.name for path in place.iterdir()) == [
-        *("cli.md", "gpu.md"),
+        *("cli.md", "gpu.md", "messages.md"),
         *("metrics.md", "options.md", "papers.md"),
     ]
     assert run("lab", "docs", "check", str(place)).exit_code == 0

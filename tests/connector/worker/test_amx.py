@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.messages import entry_for
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.cli.explain.catalog import entry_for
 from vllm_ssdkv.connector.worker.amx import Amx, request_amx
 
 MACHINE = platform.machine()
@@ -88,7 +88,7 @@ def test_a_refusal_is_counted_and_logged(caplog: pytest.LogCaptureFixture) -> No
     assert refusals(counters) == 1
     (message,) = caplog.messages
     assert "Operation not permitted" in message
-    assert entry_for(message), "docs/operations.md has its cure"
+    assert entry_for(message), "the catalog has its cure"
 
 
 ASKS = """

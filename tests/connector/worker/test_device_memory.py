@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.messages import entry_for
 from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.cli.explain.catalog import entry_for
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.worker import device_memory
 from vllm_ssdkv.connector.worker.device_memory import (

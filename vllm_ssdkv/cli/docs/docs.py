@@ -20,6 +20,7 @@ from vllm_ssdkv.cli.docs.doc_pages import (
     with_section,
 )
 from vllm_ssdkv.cli.docs.fpga_page import fpga_page
+from vllm_ssdkv.cli.docs.messages_page import messages_page
 from vllm_ssdkv.cli.docs.papers_page import papers_page
 from vllm_ssdkv.config.node import NodeConfig
 from vllm_ssdkv.config.pool import PoolConfig
@@ -55,6 +56,7 @@ def pages(directory: Path) -> dict[str, str]:
     found = {
         "cli.md": commands_page(),
         "gpu.md": gpu_page(directory / "gpu"),
+        "messages.md": messages_page(),
         "metrics.md": metrics_page(),
         "options.md": options_page(),
         "papers.md": papers_page(),
@@ -99,7 +101,7 @@ def stale(directory: Path, fresh: Mapping[str, str]) -> dict[str, str]:
 
 @app.command()
 def write(directory: _Directory) -> None:
-    """Write cli.md, gpu.md, metrics.md, options.md and papers.md into DIR, the tables in
+    """Write the generated pages into DIR, cli.md for one, and the tables in
     operations.md, nodes.md, deploy.md, tier.md, sizing.md and fpga.md, and the headers of the FPGA
     kernels beside DIR."""
     directory.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,1 @@
+"""``ssdkv explain``, and the list of messages that it looks in."""
