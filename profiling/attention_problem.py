@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, PartialState, Rows
+from vllm_ssdkv.kernels.operands.block_layout import (
+    PLAIN,
+    BlockLayout,
+    BlockSource,
+    PartialState,
+    Rows,
+    Softmax,
+)
 from vllm_ssdkv.profiling.dense_oracle import paged_attention, write_block
 
 
@@ -47,6 +54,7 @@ class AttentionProblem:
     rows: Rows
     scale: float
     sliding_window: int | None = None
+    softmax: Softmax = PLAIN
 
     def source(self) -> BlockSource:
         """The blocks, addressed in the cache."""
@@ -55,10 +63,10 @@ class AttentionProblem:
     def state(self) -> PartialState:
         """A state that has seen nothing."""
         tokens, heads, size = self.query.shape
-        return PartialState.empty(tokens, heads, size, self.query.device)
+        return PartialState.empty(tokens, heads, size, self.query.device, self.softmax)
 
     def to(self, device: torch.device) -> AttentionProblem:
-        """The same problem on ``device``."""
+        """The same problem on ``device``, but for slopes."""
         return AttentionProblem(
             self.layout,
             self.query.to(device),
@@ -68,6 +76,7 @@ class AttentionProblem:
             self.rows.to(device),
             self.scale,
             self.sliding_window,
+            self.softmax,
         )
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,6 +104,7 @@ class AttentionProblem:
                 scale=self.scale,
                 first_position=first,
                 sliding_window=self.sliding_window,
+                softmax=self.softmax,
             )
         return out, lse
 
@@ -108,6 +118,7 @@ def attention_problem(
     query_dtype: torch.dtype | None = None,
     idle_tokens: int = 0,
     sliding_window: int | None = None,
+    softmax: Softmax = PLAIN,
 ) -> AttentionProblem:
     """Build a problem: blocks in random places of a larger cache, listed in random order.
 
@@ -156,4 +167,5 @@ def attention_problem(
         ),
         layout.head_size**-0.5,
         sliding_window,
+        softmax,
     )

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
+from vllm_ssdkv.kernels.operands.block_layout import PLAIN, BlockLayout, Softmax
 
 
 def _pages(layout: BlockLayout, block: torch.Tensor) -> Iterator[tuple[int, slice, torch.Tensor]]:
@@ -57,7 +57,7 @@ def dense_attention(
     first_position: int,
     key_positions: torch.Tensor | None = None,
     sliding_window: int | None = None,
-    sinks: torch.Tensor | None = None,
+    softmax: Softmax = PLAIN,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal grouped-query attention by its definition.
@@ -68,9 +68,9 @@ def dense_attention(
         kv_heads)``. value: same shape as ``key``. scale: multiplies the logits. first_position:
         position of the first query, in tokens. key_positions: int64 ``[S]``, default ``0..S-1``;
         a query sees the keys at its own position and before. sliding_window: of these the newest so
-        many positions, its own included; None: all. sinks: ``[q_heads]``, for each a logit of a
-        key that every query sees and whose value is zero (gpt-oss). dtype: everything is computed
-        and returned in it.
+        many positions, its own included; None: all. softmax: how products become logits, and sinks,
+        for each query head a logit of a key that every query sees and whose value is zero
+        (gpt-oss). dtype: everything is computed and returned in it.
 
     Returns:
         ``out [T, q_heads, head_size]`` and the log-sum-exp of the scaled logits ``[T, q_heads]``.
@@ -83,13 +83,18 @@ def dense_attention(
         key_positions = torch.arange(key.shape[0])
     logits = torch.einsum("thd,shd->ths", query.to(dtype), keys) * scale
     query_positions = first_position + torch.arange(query.shape[0])
+    if softmax.soft_cap:
+        logits = softmax.soft_cap * torch.tanh(logits / softmax.soft_cap)
+    if softmax.slopes is not None:
+        distance = (key_positions[None, :] - query_positions[:, None]).to(dtype)
+        logits += softmax.slopes.to("cpu", dtype)[None, :, None] * distance[:, None, :]
     visible = key_positions[None, :] <= query_positions[:, None]
     if sliding_window is not None:
         visible &= key_positions[None, :] > query_positions[:, None] - sliding_window
     logits = logits.masked_fill(~visible[:, None, :], float("-inf"))
     lse = torch.logsumexp(logits, dim=-1)
-    if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.to(dtype))
+    if softmax.sinks is not None:
+        lse = torch.logaddexp(lse, softmax.sinks.to(dtype))
     weights = torch.exp(logits - lse[..., None]).masked_fill(~visible[:, None, :], 0.0)
     # Keys that a query may not see are not multiplied at all, in case they hold what was never
     # written.
@@ -106,7 +111,7 @@ def paged_attention(
     scale: float,
     first_position: int,
     sliding_window: int | None = None,
-    dtype: torch.dtype = torch.float64,
+    softmax: Softmax = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`dense_attention` over KV that lies in blocks.
 
@@ -115,7 +120,7 @@ def paged_attention(
         blocks: uint8 ``[block_bytes]`` each, in any order.
         block_positions: position of each block's first token.
         layout: how the blocks are laid out.
-        scale, first_position, sliding_window, dtype: as in :func:`dense_attention`.
+        scale, first_position, sliding_window, softmax: as in :func:`dense_attention`.
     """
     parts = [read_block(layout, block) for block in blocks]
     empty = torch.empty((0, layout.kv_heads, layout.head_size), dtype=layout.dtype)
@@ -128,7 +133,7 @@ def paged_attention(
         first_position=first_position,
         key_positions=torch.cat([torch.empty(0, dtype=torch.int64), *positions]),
         sliding_window=sliding_window,
-        dtype=dtype,
+        softmax=softmax,
     )
 
 

@@ -60,7 +60,9 @@ def _attend_kernel(
     block_offset_ptr: torch.Tensor,
     block_position_ptr: torch.Tensor,
     token_mask_ptr: torch.Tensor,
+    slope_ptr: torch.Tensor,
     scale: float,
+    soft_cap: float,
     window: int,
     q_stride: int,
     state_rows: int,
@@ -84,6 +86,8 @@ def _attend_kernel(
     ABSOLUTE: tl.constexpr,
     LIST_PER_HEAD: tl.constexpr,
     MASKED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SLOPED: tl.constexpr,
     KV: tl.constexpr,
     DOT: tl.constexpr,
 ) -> None:
@@ -185,6 +189,11 @@ def _attend_kernel(
             other=0.0,
         ).to(DOT)
         score = tl.dot(q, k, input_precision="ieee") * scale
+        if CAPPED:
+            score = soft_cap * (2.0 * tl.sigmoid(2.0 * score / soft_cap) - 1.0)
+        if SLOPED:
+            distance = (position[None, :] - query_position[:, None]).to(tl.float32)
+            score += tl.load(slope_ptr + query_head)[:, None] * distance
         visible = readable[None, :] & in_use[:, None]
         visible = visible & (position[None, :] <= query_position[:, None])
         if SLIDES:
@@ -354,6 +363,7 @@ def _attend(
     require(sliding_window is None or sliding_window > 0, "sliding_window must be positive")
     tokens, query_heads, head_size = _check(query, cache, layout)
     state.check(tuple(query.shape), query.device)
+    softmax = state.softmax
     for name, values, dtype in (
         ("query_begin", rows.query_begin, torch.int32),
         ("query_count", rows.query_count, torch.int32),
@@ -412,7 +422,9 @@ def _attend(
                 block_offset,
                 block_position,
                 query if token_mask is None else token_mask,
+                query if softmax.slopes is None else softmax.slopes,
                 scale,
+                softmax.soft_cap,
                 0 if sliding_window is None else sliding_window,
                 query.stride(0),
                 tokens * query_heads,
@@ -436,6 +448,8 @@ def _attend(
                 ABSOLUTE=cache is None,
                 LIST_PER_HEAD=list_per_head,
                 MASKED=token_mask is not None,
+                CAPPED=softmax.soft_cap != 0.0,
+                SLOPED=softmax.slopes is not None,
                 KV=TL_DTYPES[layout.dtype],
                 DOT=dot,
                 num_warps=8 if queries * padded(head_size) > 64 * 128 else 4,

@@ -75,11 +75,18 @@ class State:
     State of an online softmax: ``m, l [T, q_heads]``, ``acc`` of them.
 
     ``m``: running maximum of scaled logits, starts at -inf; ``l``: running sum of ``exp(logit - m)``,
-    starts at 0; ``acc [T, q_heads, head_size]``: unnormalised output, starts at 0.
+    starts at 0; ``acc [T, q_heads, head_size]``: unnormalised output, starts at 0. A logit is ``soft_cap
+    * tanh(s / soft_cap)`` of a scaled product ``s`` (0: the product), plus the head's slope, ``slopes
+    [q_heads]``, times the key's position less the query's.
     """
 
     def __init__(
-        self, m: NDArray[numpy.float32], l: NDArray[numpy.float32], acc: NDArray[numpy.float32]
+        self,
+        m: NDArray[numpy.float32],
+        l: NDArray[numpy.float32],
+        acc: NDArray[numpy.float32],
+        soft_cap: float = 0.0,
+        slopes: NDArray[numpy.float32] | None = None,
     ) -> None: ...
 
 class Rows:
@@ -627,6 +634,8 @@ class StepPlan:
         clock: AttentionClock,
         sliding_window: int | None,
         sinks: NDArray[numpy.float32] | None,
+        soft_cap: float,
+        slopes: NDArray[numpy.float32] | None,
         tell: bool,
         room: int,
         guess: GuessedPages | None,
@@ -635,7 +644,8 @@ class StepPlan:
         Attend to windows and contexts of a layer, and write ``out``.
 
         ``cache``: address of the first of so many ``blocks`` in HBM, ``block_stride`` bytes apart.
-        ``sliding_window``: of the keys in HBM; ``sinks [q_heads]``: logits of attention sinks. To ``tell``
+        ``sliding_window``: of the keys in HBM; ``sinks [q_heads]``: logits of attention sinks;
+        ``soft_cap`` and ``slopes``: as of ``State``. To ``tell``
         is to answer with the pages that were chosen, if any, and the edges of their lists. Where chosen
         pages are not in memory, or pages of the ``guess``, the layer has stopped: :meth:`resume` goes on.
         Places are taken for up to ``room`` distinct pages.

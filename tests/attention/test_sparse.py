@@ -27,7 +27,12 @@ from vllm_ssdkv.attention.sparse_deviation import SparseDeviation
 from vllm_ssdkv.connector.worker.device_memory import hot_memory
 from vllm_ssdkv.connector.worker.paged_port import PagedPort
 from vllm_ssdkv.kernels.dense import select_kernels
-from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, PartialState
+from vllm_ssdkv.kernels.operands.block_layout import (
+    BlockLayout,
+    BlockSource,
+    PartialState,
+    Softmax,
+)
 from vllm_ssdkv.kernels.paged import select_page_kernels
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels
 from vllm_ssdkv.kernels.step_clock import AttentionClock
@@ -116,7 +121,7 @@ class Rows:
         unless told otherwise, or by a selector of each row."""
         kernels = select_kernels(CPU)
         batch = self.batch(later)
-        state = PartialState.empty(len(LENGTHS), QUERY_HEADS, HEAD_SIZE, CPU, sinks)
+        state = PartialState.empty(len(LENGTHS), QUERY_HEADS, HEAD_SIZE, CPU, Softmax(sinks))
         source = BlockSource.of_cache(self.caches[layer], batch.window_ids, batch.window_position)
         kernels.attend(queries, state, batch.window, source, layout=LAYOUT, scale=SCALE)
         selector = selector or BoundsSelector(budget, PAGE, CpuScoringKernels())
@@ -140,7 +145,7 @@ class Rows:
         page_kernels = select_page_kernels(CPU)
         cache = self.caches[layer]
         value = newest_values(cache, LAYOUT, batch)
-        decode.attend(page_kernels, clock, layer, queries, value, state, batch, cache, SCALE, sinks)
+        decode.attend(page_kernels, clock, layer, queries, value, state, batch, cache, SCALE)
         out = torch.empty_like(state.acc)
         kernels.finish(state, out)
         return out, decode

@@ -132,6 +132,18 @@ def test_a_request_that_cannot_have_what_it_wants_is_exact_and_told_so(
     assert len(asked) == 0
 
 
+def test_logits_that_selectors_do_not_know() -> None:
+    asked = RequestOverrides(config("window"), Counters(), selects=False)
+    asked.arrived(request("fewer", {"ssdkv": {"budget": 0.2}}))
+    asked.arrived(request("all", {"ssdkv": {"selector": "exact"}}))
+    asked.arrived(request("best", {"ssdkv": {"selector": "bounds"}}))
+    assert asked.of("fewer") == RequestOptions(budget=0.2)
+    assert asked.of("all") == asked.of("best") == EXACT
+    told = asked.ended("best")
+    assert told is not None
+    assert '"bounds" does not know the logits of this model' in told["ssdkv"]["error"]
+
+
 def test_who_chooses() -> None:
     """Long enough, and not exact by its own wish or by that of the options."""
     options = config(exact_below=1000)

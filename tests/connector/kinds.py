@@ -30,7 +30,7 @@ _COMMON: Final[dict[str, Any]] = {
 
 KINDS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
-    "large-heads": ("LlamaConfig", "LlamaForCausalLM", {"head_dim": 512}),
+    "large-heads": ("LlamaConfig", "LlamaForCausalLM", {"head_dim": 520}),
     "odd-heads": ("LlamaConfig", "LlamaForCausalLM", {"head_dim": 20}),
     "llama4": (
         "Llama4TextConfig",

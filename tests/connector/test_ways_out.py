@@ -366,20 +366,33 @@ CASES = {
         arguments={"disable_hybrid_kv_cache_manager": True},
         options={},
     ),
-    "soft-capping": Case("gemma2", "the model has soft-capped logits in attention", REUSE_ALONE),
+    "soft-capping": Case(
+        "gemma2",
+        'selector "bounds" does not know soft-capped logits, which the model has',
+        {'set it to "exact" or "window"': {"options": {**PAGE, "selector": "window"}}}
+        | REUSE_ALONE,
+        options={**PAGE, "selector": "bounds"},
+    ),
+    "soft-capping-offload": Case(
+        "gemma2",
+        'offload.kind: "host" does not compute soft-capped logits, which the model has',
+        {"leave offload out": {"options": PAGE}},
+        options={**PAGE, "offload": {"kind": "host"}},
+    ),
     "alibi": Case(
         "llama",
-        "the model has ALiBi, which page mode does not serve",
-        REUSE_ALONE,
+        'selector "sparf" does not know ALiBi, which the model has',
+        {'set it to "exact" or "window"': {"options": PAGE}} | REUSE_ALONE,
+        options={**PAGE, "selector": "sparf"},
         settings={"model_config__uses_alibi": True},
     ),
     "shared": Case(
         "gemma2",
         "the model has layers that share KV, which page mode does not serve",
         REUSE_ALONE,
-        text={"num_kv_shared_layers": 2, "attn_logit_softcapping": None},
+        text={"num_kv_shared_layers": 2},
     ),
-    "large-heads": Case("large-heads", "heads have 512 channels, and page mode", REUSE_ALONE),
+    "large-heads": Case("large-heads", "heads have 520 channels, and page mode", REUSE_ALONE),
     "odd-heads": Case("odd-heads", "heads have 20 channels, and page mode", REUSE_ALONE),
     "kv-dtype": Case(
         "llama",
@@ -439,11 +452,19 @@ CASES = {
         },
         options={**PAGE, "offload": {"kind": "fpga"}},
     ),
-    "layer-features": Case(
+    "layer-soft-cap": Case(
         "llama",
-        "page mode does not compute ALiBi, logits soft-capping",
-        REUSE_ALONE,
-        layer=impl(alibi_slopes=[1.0], logits_soft_cap=30.0),
+        'selector "codes" does not know soft-capped logits',
+        {'set it to "exact" or "window"': {"options": PAGE}} | REUSE_ALONE,
+        options={**PAGE, "selector": "codes"},
+        layer=impl(logits_soft_cap=30.0),
+    ),
+    "layer-alibi": Case(
+        "llama",
+        'offload.kind: "host" does not compute ALiBi',
+        {"leave offload out": {"options": PAGE}},
+        options={**PAGE, "offload": {"kind": "host"}},
+        layer=impl(alibi_slopes=[1.0]),
     ),
     "layer-shared": Case(
         "llama",
@@ -452,7 +473,7 @@ CASES = {
         layer=impl(kv_sharing_target_layer_name="other"),
     ),
     "layer-large-heads": Case(
-        "llama", "heads have 264 channels", REUSE_ALONE, layer=impl(head_size=264)
+        "llama", "heads have 520 channels", REUSE_ALONE, layer=impl(head_size=520)
     ),
     "layer-heads": Case(
         "llama",

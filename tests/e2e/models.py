@@ -24,6 +24,10 @@ from transformers import (
     Blip2QFormerConfig,
     Blip2VisionConfig,
     BlipImageProcessor,
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Gemma4ForCausalLM,
@@ -62,6 +66,9 @@ MLP_GAIN = 1.4
 ROUTER_GAIN = 2.0
 LOGIT_GAIN = 3.0
 BIAS_STD = 0.1
+GEMMA2_CAP = 6.0
+"""Its products have a standard deviation of about 10: most of them feel the cap."""
+GEMMA2_WINDOW = 64
 GEMMA3_WINDOW = 64
 GEMMA4_WINDOW = 80
 GPT_OSS_WINDOW = 96
@@ -135,10 +142,16 @@ def _initialise(model: PreTrainedModel, seed: int) -> None:
                 parameter.add_(QUERY_KEY_GAIN)
                 if name.endswith("q_norm.weight") and model.config.model_type == "gemma4_text":
                     parameter.div_(math.sqrt(len(parameter)))  # its scores are not divided
+            elif "embed_tokens" in name and model.config.tie_word_embeddings:
+                parameter.div_(
+                    4 * math.sqrt(parameter.shape[-1])
+                )  # else the same token would follow
             elif name.endswith("sinks"):
                 parameter.add_(SINK_LOGIT)
             elif "norm" in name and name.endswith("weight"):
                 parameter.add_(1.0)
+                if "embeddings" in name:
+                    parameter.div_(8)  # for the same reason
 
 
 def _save(model: PreTrainedModel, path: Path, seed: int) -> Path:
@@ -238,6 +251,43 @@ def make_mixtral(
         sliding_window=None,
     )
     return _save(MixtralForCausalLM(config), path, seed)
+
+
+def make_bloom(path: Path, *, seed: int = 0, heads: int = 4, head_dim: int = 64) -> Path:
+    """Positions by ALiBi only, one KV head per query head; the last head sees the farthest."""
+    config = BloomConfig(
+        **(COMMON | {"tie_word_embeddings": True}),
+        hidden_size=heads * head_dim,
+        n_layer=2,
+        n_head=heads,
+        hidden_dropout=0.0,
+    )
+    return _save(BloomForCausalLM(config), path, seed)
+
+
+def make_gemma2(
+    path: Path, *, seed: int = 0, heads: int = 4, kv_heads: int = 2, head_dim: int = 64
+) -> Path:
+    """Soft-capped logits, and sliding windows in every other layer."""
+    hidden = heads * head_dim // 2
+    config = Gemma2Config(
+        **(COMMON | {"tie_word_embeddings": True}),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=4,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        query_pre_attn_scalar=head_dim,
+        sliding_window=GEMMA2_WINDOW,
+        attn_logit_softcapping=GEMMA2_CAP,
+    )
+    return _save(Gemma2ForCausalLM(config), path, seed)
+
+
+def make_large_heads(path: Path) -> Path:
+    """Llama with heads of 512 channels."""
+    return make_llama(path, layers=2, heads=2, kv_heads=1, head_dim=512)
 
 
 def make_gemma3(
@@ -418,10 +468,13 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "qwen3": make_qwen3,
     "opt": make_opt,
     "mixtral": make_mixtral,
+    "bloom": make_bloom,
+    "gemma2": make_gemma2,
     "gemma3": make_gemma3,
     "gemma4": make_gemma4,
     "gemma4_windows": make_gemma4_windows,
     "gpt_oss": make_gpt_oss,
+    "large_heads": make_large_heads,
     "qwen3_next": make_qwen3_next,
 }
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tests.store.tails import addresses
 from vllm_ssdkv import _kernels
 from vllm_ssdkv.kernels.native import vectors
-from vllm_ssdkv.kernels.operands.block_layout import DTYPES, BlockLayout
+from vllm_ssdkv.kernels.operands.block_layout import DTYPES, PLAIN, BlockLayout, Softmax
 from vllm_ssdkv.profiling.dense_oracle import paged_attention, write_block
 
 ISAS = _kernels.isas()
@@ -80,10 +80,12 @@ class Paged:
         seed: int = 0,
         spread: float = 1.0,
         sliding_window: int | None = None,
+        softmax: Softmax = PLAIN,
     ) -> None:
         draw = torch.Generator().manual_seed(seed)
         self.layout = layout
         self.sliding_window = sliding_window
+        self.softmax = softmax
         self.rows = list(rows)
         self.q_heads = group * layout.kv_heads
         self.tokens = sum(row.count for row in rows)
@@ -156,7 +158,9 @@ class Paged:
 
     def state(self) -> _kernels.State:
         """The softmax state as kernels take it."""
-        return _kernels.State(self.m, self.l, self.acc)
+        return _kernels.State(
+            self.m, self.l, self.acc, self.softmax.soft_cap, self.softmax.host_slopes
+        )
 
     def finish(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
         """Output ``[tokens, q_heads, head_size]`` and log-sum-exp ``[tokens, q_heads]``."""
@@ -179,6 +183,7 @@ class Paged:
                 scale=self.scale,
                 first_position=row.first,
                 sliding_window=self.sliding_window,
+                softmax=self.softmax,
             )
             outs.append(out)
             lses.append(lse)
@@ -214,7 +219,7 @@ def layout_of(
     return plain.with_page_stride(plain.page_stride_bytes + padding)
 
 
-@pytest.mark.parametrize("head_size", [8, 32, 40, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_size", [8, 32, 40, 64, 80, 96, 128, 256, 264, 512])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", [1, 4, 7])
 def test_decode_and_prefill_match_the_oracle(
@@ -239,13 +244,26 @@ def test_query_and_cache_dtypes_mix(isa: str, q_dtype: torch.dtype, kv_dtype: to
     case.check()
 
 
+def softmaxes(query_heads: int) -> st.SearchStrategy[Softmax]:
+    """Plain ones, and logits with caps and slopes."""
+    slopes = st.lists(
+        st.floats(2.0**-9, 2.0, width=32), min_size=query_heads, max_size=query_heads
+    ).map(lambda of: torch.tensor(of, dtype=torch.float32))
+    return st.builds(
+        Softmax,
+        sinks=st.none(),
+        soft_cap=st.sampled_from([0.0, 0.5, 5.0, 50.0]),
+        slopes=st.none() | slopes,
+    )
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Paged, list[list[Span]]]:
     """A problem, and a partition of every row's blocks over several calls."""
     page_tokens = draw(st.sampled_from([1, 4, 8, 16, 24, 32]))
     layout = layout_of(
         draw(st.sampled_from(DTYPES)),
-        8 * draw(st.integers(1, 32)),
+        8 * draw(st.integers(1, 32) | st.integers(33, 64)),
         draw(st.integers(1, 3)),
         page_tokens * draw(st.integers(1, 5)),
         page_tokens,
@@ -253,14 +271,16 @@ def cases(draw: st.DrawFn) -> tuple[Paged, list[list[Span]]]:
     )
     row = st.builds(Row, st.integers(0, 400), st.integers(0, 9) | st.integers(10, 90))
     rows = draw(st.lists(row, min_size=1, max_size=4))
+    group = draw(st.integers(1, 9))
     case = Paged(
         layout,
-        draw(st.integers(1, 9)),
+        group,
         rows,
         q_dtype=draw(st.sampled_from(DTYPES)),
         seed=draw(st.integers(0, 2**20)),
         spread=draw(st.sampled_from([0.1, 1.0, 8.0])),
         sliding_window=draw(st.none() | st.integers(1, 20) | st.integers(1, 600)),
+        softmax=draw(softmaxes(group * layout.kv_heads)),
     )
     calls = draw(st.integers(1, 4))
     partition: list[list[Span]] = [[] for _ in range(calls)]
@@ -384,6 +404,46 @@ def test_weights_are_accurate_exponentials(isa: str) -> None:
     want = torch.exp(logits.double())
     error = ((torch.from_numpy(case.acc[0, 0]).double() - want) / want).abs().max()
     assert float(error) < 3e-7
+
+
+@pytest.mark.parametrize("cap", [0.25, 3.0, 50.0])
+def test_capped_logits_are_accurate(isa: str, cap: float) -> None:
+    """With one-hot values and a distant maximum the accumulator shows each key's logit."""
+    layout = layout_of(head_size=256, kv_heads=1, block_tokens=256)
+    case = Paged(layout, 1, [Row(255, 1)], softmax=Softmax(soft_cap=cap))
+    reach = min(4 * cap, 40.0)  # the least weight is a normal number
+    products = torch.linspace(-reach, reach, 256)
+    key = torch.zeros((256, 1, 256))
+    key[:, 0, 0] = products
+    write_block(layout, case.blocks[case.row_blocks[0][0]], key, torch.eye(256)[:, None])
+    case.query[:] = 0.0
+    case.query[:, :, 0] = 1.0
+    case.scale = 1.0
+    case.attend()
+    want = cap * torch.tanh(products.double() / cap)
+    got = torch.from_numpy(case.acc[0, 0]).double().log() + float(case.m[0, 0])
+    assert float((got - want).abs().max()) < 2e-6 * max(1.0, cap / 4)
+
+
+def test_a_slope_of_one_key_is_its_distance(isa: str) -> None:
+    case = Paged(layout_of(), 2, [Row(40, 1), Row(9, 30)], softmax=Softmax(slopes=torch.ones(4)))
+    case.query[:] = 0.0
+    case.attend([(0, 1), (0, 1)])
+    distance = (
+        torch.arange(16)[None] - torch.cat([torch.tensor([40]), torch.arange(9, 39)])[:, None]
+    )
+    want = torch.where(distance > 0, -torch.inf, distance.double()).logsumexp(1)
+    assert_near(case.finish()[1], want[:, None].repeat(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("cap", "slopes", "says"),
+    [(-1.0, None, "soft_cap must"), (np.inf, None, "soft_cap must"), (0.0, 3, "slopes must be")],
+)
+def test_logits_of_other_shapes_are_refused(cap: float, slopes: int | None, says: str) -> None:
+    m, acc = np.zeros((1, 4), np.float32), np.zeros((1, 4, 8), np.float32)
+    with pytest.raises(ValueError, match=says):
+        _kernels.State(m, m, acc, cap, None if slopes is None else np.ones(slopes, np.float32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -49,11 +49,12 @@ def token_bytes(model: Path, dtype: str) -> int:
     """Bytes of K and V of one token in all layers, without tensor parallelism."""
     config = json.loads((model / "config.json").read_text())
     config = config.get("text_config", config)
-    heads = config["num_attention_heads"]
+    heads = config.get("num_attention_heads") or config["n_head"]  # Bloom's name
     kv_heads = config.get("num_key_value_heads", heads)
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     width = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
-    return int(config["num_hidden_layers"] * kv_heads * head_dim * 2 * width)
+    layers = config.get("num_hidden_layers") or config["n_layer"]
+    return int(layers * kv_heads * head_dim * 2 * width)
 
 
 class Shared:

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.conftest import CACHE
-from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState, Rows
+from vllm_ssdkv.kernels.operands.block_layout import PLAIN, BlockLayout, PartialState, Rows, Softmax
 from vllm_ssdkv.kernels.operands.page_list import PageList
 from vllm_ssdkv.triton_kernels import (
     attend,
@@ -130,6 +130,8 @@ def check(recorder: Recorder, capability: int) -> str:
         (torch.float16, 256, 2, 512, 1, False),
         (torch.float32, 256, 4, 512, 1, False),
         (torch.bfloat16, 80, 5, 512, 1, False),
+        (torch.bfloat16, 512, 2, 512, 1, False),
+        (torch.float32, 512, 8, 1, 1, False),
     ],
 )
 @pytest.mark.parametrize("sliding_window", [None, 128])
@@ -146,13 +148,14 @@ def test_attend(
 ) -> None:
     recorder = record(attend, "_attend_kernel")
     merged = record(merge, "_merge_kernel")
+    softmax = Softmax(soft_cap=50.0, slopes=torch.ones(4 * group)) if sliding_window else PLAIN
     layout = BlockLayout.unpadded(64, 16, 4, head_size, dtype)
     cache = torch.zeros(1, dtype=dtype)
     blocks = torch.zeros(2, dtype=torch.int64)
     query = torch.zeros(queries, 4 * group, head_size, dtype=dtype)
     attend.attend(
         query,
-        PartialState.empty(*query.shape, CPU),
+        PartialState.empty(*query.shape, CPU, softmax),
         Rows.build([0], [queries], [0], [0], [2]).to(CPU),
         cache=None if absolute else cache,
         block_offset=blocks,

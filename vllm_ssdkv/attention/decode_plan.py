@@ -20,7 +20,7 @@ from vllm_ssdkv import _kernels
 from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.kernels.dense import CpuKernels, select_kernels
 from vllm_ssdkv.kernels.native import vectors
-from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, block_stride
+from vllm_ssdkv.kernels.operands.block_layout import PLAIN, BlockLayout, Softmax, block_stride
 from vllm_ssdkv.kernels.step_clock import AttentionClock, StepClock
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.read.context_stream import ContextStream, Part
@@ -106,7 +106,7 @@ class DecodePlan:
         out: torch.Tensor,
         scale: float,
         sliding_window: int | None = None,
-        sinks: torch.Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> None:
         """Attention of one layer for all rows; arguments as of ``attend_exact``.
 
@@ -117,7 +117,7 @@ class DecodePlan:
             out: [T, Hq, D], written.
             scale: Of the logits.
             sliding_window: Tokens in HBM that a query sees, its own included.
-            sinks: Logits of the heads' attention sinks, [Hq].
+            softmax: Of the layer.
         """
         layout = self._layout
         if cache.dtype != layout.dtype or not cache.is_cpu:
@@ -138,7 +138,9 @@ class DecodePlan:
             scale,
             self._clock,
             sliding_window,
-            None if sinks is None else sinks.detach().to("cpu", torch.float32).numpy(),
+            softmax.host_sinks,
+            softmax.soft_cap,
+            softmax.host_slopes,
             self._tells,
             room,
             guess,

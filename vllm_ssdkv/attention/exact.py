@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 from vllm_ssdkv.base.errors import WrongPagesError
 from vllm_ssdkv.kernels.dense import AttentionKernels, BlockAttention, wait_for
 from vllm_ssdkv.kernels.operands.block_layout import (
+    PLAIN,
     BlockLayout,
     BlockSource,
     PartialState,
     Rows,
+    Softmax,
     on_host,
 )
 from vllm_ssdkv.kernels.step_clock import ATTEND, MERGE, WAIT, StepClock
@@ -297,7 +299,7 @@ def attend_exact(
     clock: StepClock,
     chosen: Callable[[PartialState], None] | None = None,
     sliding_window: int | None = None,
-    sinks: torch.Tensor | None = None,
+    softmax: Softmax = PLAIN,
 ) -> None:
     """Attention of one layer for all rows of a step; blocks until the context has arrived.
 
@@ -314,12 +316,11 @@ def attend_exact(
         chosen: Folds in the chosen pages of rows that choose, after the window; it keeps the clock.
         sliding_window: Tokens that a query sees, its own included, no more than are in HBM: there
             is no ``context`` then.
-        sinks: Logits of the heads' attention sinks, [Hq]. They count in what selectors are told of
-            the window.
+        softmax: Of the layer. Its sinks count in what selectors are told of the window.
     """
     clock.start()
     context.begin(query, scale)
-    state = PartialState.empty(batch.tokens, query.shape[1], query.shape[2], query.device, sinks)
+    state = PartialState.empty(batch.tokens, query.shape[1], query.shape[2], query.device, softmax)
     source = BlockSource.of_cache(cache, batch.window_ids, batch.window_position)
     kernels.attend(query, state, batch.window, source, layout, scale, sliding_window)
     clock.lap(ATTEND)

@@ -178,7 +178,6 @@ class SparseDecode:
         batch: RowBatch,
         cache: torch.Tensor,
         scale: float,
-        sinks: torch.Tensor | None = None,
     ) -> None:
         """Fold the chosen pages of a layer into ``state``; blocks until they have arrived.
 
@@ -192,7 +191,6 @@ class SparseDecode:
             batch: The step's rows; those that choose have one query.
             cache: The layer's blocks in HBM, [num_blocks, ...].
             scale: Of the logits.
-            sinks: Logits of the heads' attention sinks, [Hq], which ``state`` has seen.
         """
         now = self._now(batch, query.device)
         alive = now.alive
@@ -219,6 +217,7 @@ class SparseDecode:
             mixed = np.flatnonzero(~np.isnan(selection.alpha).any(axis=1))
             mean = self._mean_value(kernels, layer, now, mixed, batch, cache, now.of(value))
             alpha = torch.from_numpy(selection.alpha[mixed]).to(query.device)
+            sinks = state.softmax.sinks
             if sinks is not None and self._of_tokens:
                 alpha = beside_sinks(alpha, state, now.index[mixed], sinks)
             compensate(state, now.index[mixed], alpha, mean.to(query.device))

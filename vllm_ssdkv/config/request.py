@@ -68,8 +68,13 @@ class RequestOptions(_Options):  # type: ignore[misc]  # its fields are those of
     """A request's own selector and budget; what is None is as the engine has it."""
 
     @classmethod
-    def of(cls, given: object, config: SSDKVConfig) -> RequestOptions:
+    def of(cls, given: object, config: SSDKVConfig, *, selects: bool = True) -> RequestOptions:
         """Check the options of a request against those of the engine. Any JSON value may come.
+
+        Args:
+            given: Options as the client sent them.
+            config: The engine's.
+            selects: Whether selectors know how the model makes its logits.
 
         Raises:
             ConfigError: it is not what it should be, or the engine's store cannot serve it; says
@@ -85,12 +90,12 @@ class RequestOptions(_Options):  # type: ignore[misc]  # its fields are those of
             if isinstance(error, ValidationError):
                 lines = problems(cls, json.loads(raw), error)
             raise ConfigError("; ".join(lines)) from None
-        wrong = asked._wrong(config)
+        wrong = asked._wrong(config, selects)
         if wrong:
             raise ConfigError(wrong)
         return asked
 
-    def _wrong(self, config: SSDKVConfig) -> str:
+    def _wrong(self, config: SSDKVConfig, selects: bool) -> str:
         selector = self.selector or config.selector
         budgets = self.budget is not None, self.budget_tokens is not None
         if any(budgets) and selector == "exact":
@@ -103,6 +108,8 @@ class RequestOptions(_Options):  # type: ignore[misc]  # its fields are those of
                 f"({config.window_tokens}), which counts in it"
             )
         possible = servable(config)
+        if not selects and selector not in ("exact", "window"):
+            return f'selector: "{selector}" does not know the logits of this model'
         if selector not in (*possible, config.selector):
             return (
                 f'selector: "{selector}" is not what this engine\'s store was made for; possible '

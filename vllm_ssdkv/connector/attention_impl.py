@@ -26,13 +26,19 @@ from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.base.errors import StepError, UnsupportedError
 from vllm_ssdkv.connector import active_worker
 from vllm_ssdkv.connector.attention_backend import page_config
-from vllm_ssdkv.connector.compatibility import keeps_dtype, refusal_of_layer
+from vllm_ssdkv.connector.compatibility import (
+    ALIBI,
+    SOFT_CAP,
+    keeps_dtype,
+    obstacles_to_logits,
+    refusal_of_layer,
+)
 from vllm_ssdkv.connector.names import CONNECTOR
 from vllm_ssdkv.connector.obstacle import Obstacle
 from vllm_ssdkv.connector.worker.device_memory import hold_summary_memory
 from vllm_ssdkv.connector.worker.host_copy import HostCopy
 from vllm_ssdkv.connector.worker.paged_attention import attend_layer, rows_of_step, store_new
-from vllm_ssdkv.kernels.operands.block_layout import head_size_problem
+from vllm_ssdkv.kernels.operands.block_layout import Softmax, head_size_problem
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -122,8 +128,6 @@ class PagedAttentionImpl(AttentionImpl):
     ):
         """Raises UnsupportedError for a feature of the layer that page mode does not compute."""
         refused = {
-            "ALiBi": alibi_slopes,
-            "logits soft-capping": logits_soft_cap,
             "KV shared between layers": kv_sharing_target_layer_name,
             **unknown,
         }
@@ -143,6 +147,11 @@ class PagedAttentionImpl(AttentionImpl):
         if problem := head_size_problem(head_size):
             raise refusal_of_layer(problem, vllm_config)
         config, reach = page_config(), sliding_window or 0
+        if config is not None:
+            # Not every model's configuration says so.
+            what = SOFT_CAP if logits_soft_cap else ALIBI if alibi_slopes else ""
+            for odd in obstacles_to_logits(config, what):
+                raise refusal_of_layer(odd.problem, vllm_config, odd.ways)
         if config is not None and reach > config.window_tokens:
             # What a sliding window reaches is in HBM whole, so that such layers read nothing.
             least = -(-reach // config.page_tokens) * config.page_tokens
@@ -156,7 +165,13 @@ class PagedAttentionImpl(AttentionImpl):
         self.num_heads = num_heads
         self.head_size = head_size
         self.sliding_window = sliding_window
-        self.sinks = sinks  # a parameter of the model, whose values are loaded later
+        slopes = None
+        if alibi_slopes is not None:
+            slopes = torch.tensor(alibi_slopes, device=current_platform.device_type)
+        # Sinks are a parameter of the model, whose values are loaded later.
+        self.softmax = Softmax(sinks, logits_soft_cap or 0.0, slopes)
+        # Plain attributes, which the digest of the model has.
+        self.soft_cap, self.alibi_slopes = logits_soft_cap or None, alibi_slopes
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads
 
@@ -227,7 +242,7 @@ class PagedAttentionImpl(AttentionImpl):
             attn_metadata.rows,
             self.scale,
             sliding_window=self.sliding_window,
-            sinks=self.sinks,
+            softmax=self.softmax,
         )
         return output
 

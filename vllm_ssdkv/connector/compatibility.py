@@ -30,6 +30,9 @@ _LOOPING = {"IQuestLoopCoderForCausalLM"}
 _DECODES_IN_WINDOWS = {"UnlimitedOCRForCausalLM"}
 """Architectures in which only tokens that are decoded attend to a window."""
 
+SOFT_CAP = "soft-capped logits"
+ALIBI = "ALiBi"
+
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -75,10 +78,12 @@ def _is_hopeless(one: Obstacle, in_reuse: list[Obstacle]) -> bool:
     return not left and (not one.ways or any(not other.ways for other in in_reuse))
 
 
-def refusal_of_layer(problem: str, vllm_config: VllmConfig | None) -> UnsupportedError:
-    """The error for a layer that page mode does not serve, with the way out for this model."""
+def refusal_of_layer(
+    problem: str, vllm_config: VllmConfig | None, ways: tuple[str, ...] = (REUSE,)
+) -> UnsupportedError:
+    """The error for a layer that page mode does not serve, with the ways out for this model."""
     in_reuse = [] if vllm_config is None else list(obstacles_to_reuse(vllm_config))
-    return Obstacle(problem, (REUSE,)).error(in_reuse)
+    return Obstacle(problem, ways).error(in_reuse)
 
 
 def _engine(vllm_config: VllmConfig) -> Iterator[Obstacle]:
@@ -238,8 +243,9 @@ def _page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> Iterator[Obstacl
         from vllm_ssdkv.connector.x_settings import obstacles_to_x
 
         yield from obstacles_to_x(config, vllm_config)
-    yield from _page_mode_model(vllm_config.model_config, vllm_config)
     model = vllm_config.model_config
+    yield from _page_mode_model(model, vllm_config)
+    yield from obstacles_to_logits(config, odd_logits(model))
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     if not keeps_dtype(cache_dtype, model.dtype):
         yield Obstacle(
@@ -296,8 +302,6 @@ def _page_mode_model(model: ModelConfig, vllm_config: VllmConfig) -> Iterator[Ob
         (model.is_encoder_decoder, "an encoder beside its decoder"),
         (model.attention_chunk_size is not None, "layers that attend to chunks"),
         (len(_heads(model)) > 1, "layers with different heads"),
-        (model.uses_alibi, "ALiBi"),
-        (getattr(text, "attn_logit_softcapping", None), "soft-capped logits in attention"),
         (getattr(text, "num_kv_shared_layers", 0), "layers that share KV"),
     ):
         if has:
@@ -305,6 +309,30 @@ def _page_mode_model(model: ModelConfig, vllm_config: VllmConfig) -> Iterator[Ob
     problem = next(filter(None, (head_size_problem(size) for size, _ in _heads(model))), "")
     if problem:
         yield Obstacle(problem, (REUSE,))
+
+
+def odd_logits(model: ModelConfig) -> str:
+    """Name of what makes the model's logits other than scaled products; empty: nothing."""
+    if getattr(model.hf_text_config, "attn_logit_softcapping", None):
+        return SOFT_CAP
+    return ALIBI if model.uses_alibi else ""
+
+
+def obstacles_to_logits(config: SSDKVConfig, what: str) -> Iterator[Obstacle]:
+    """Options that know no logits but scaled products of queries and keys. ``what``: of
+    :func:`odd_logits`."""
+    if what:
+        if config.selector not in ("exact", "window"):
+            yield Obstacle(
+                f'selector "{config.selector}" does not know {what}, which the model has',
+                ('set it to "exact" or "window"', REUSE),
+            )
+        if config.offload is not None:
+            yield Obstacle(
+                f'offload.kind: "{config.offload.kind}" does not compute {what}, which the model '
+                "has",
+                ("leave offload out",),
+            )
 
 
 def _near(options: OffloadConfig, model: ModelConfig) -> Iterator[Obstacle]:

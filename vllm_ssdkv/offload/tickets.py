@@ -111,6 +111,6 @@ def empty_state(query: torch.Tensor) -> PartialState:
     """State on the host of queries that have seen no key. Made without torch, which would fill it
     by a team of its own."""
     tokens, heads, head_size = query.shape
-    m = np.full((tokens, heads), -np.inf, dtype=np.float32)
+    m = torch.from_numpy(np.full((tokens, heads), -np.inf, dtype=np.float32))
     acc = np.zeros((tokens, heads, head_size), dtype=np.float32)
-    return PartialState(*map(torch.from_numpy, (m, np.zeros_like(m), acc)))
+    return PartialState(m, torch.from_numpy(np.zeros_like(m)), torch.from_numpy(acc))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState, Rows
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState, Rows, Softmax
 from vllm_ssdkv.profiling.attention_problem import AttentionProblem, RowShape, attention_problem
 from vllm_ssdkv.triton_kernels.attend import attend
 from vllm_ssdkv.triton_kernels.launch import INTERPRETED
@@ -65,16 +65,27 @@ def row_shapes(draw: st.DrawFn) -> RowShape:
     return RowShape(queries, context, begin, draw(st.integers(0, context + queries - begin)))
 
 
-problems = st.builds(
-    attention_problem,
-    layouts(),
-    st.integers(1, 5),
-    st.lists(row_shapes(), min_size=1, max_size=3),
-    st.integers(0, 2**31),
-    query_dtype=st.sampled_from([None, torch.float32]),
-    idle_tokens=st.integers(0, 1),
-    sliding_window=st.none() | st.integers(1, 40),
-)
+@st.composite
+def drawn_problems(draw: st.DrawFn) -> AttentionProblem:
+    layout, group = draw(layouts()), draw(st.integers(1, 5))
+    heads = group * layout.kv_heads
+    slopes = st.lists(st.floats(2.0**-9, 1.0, width=32), min_size=heads, max_size=heads)
+    return attention_problem(
+        layout,
+        group,
+        draw(st.lists(row_shapes(), min_size=1, max_size=3)),
+        draw(st.integers(0, 2**31)),
+        query_dtype=draw(st.sampled_from([None, torch.float32])),
+        idle_tokens=draw(st.integers(0, 1)),
+        sliding_window=draw(st.none() | st.integers(1, 40)),
+        softmax=Softmax(
+            soft_cap=draw(st.sampled_from([0.0, 0.5, 30.0])),
+            slopes=draw(st.none() | slopes.map(torch.tensor)),
+        ),
+    )
+
+
+problems = drawn_problems()
 
 
 def mixed(problem: AttentionProblem) -> torch.dtype:

@@ -49,9 +49,11 @@ class Choice:
 class RequestOverrides:
     """Overrides by request. Used by the scheduler's thread."""
 
-    def __init__(self, config: SSDKVConfig, counters: Counters):
+    def __init__(self, config: SSDKVConfig, counters: Counters, selects: bool = True):
+        """``selects``: see ``EngineFacts``."""
         self._config = config
         self._counters = counters
+        self._selects = selects
         self._own = Choice.of(config)
         self._asked: dict[str, RequestOptions] = {}
         self._choices: dict[str, Choice | None] = {}
@@ -69,7 +71,7 @@ class RequestOverrides:
             return
         name = str(request.request_id)
         try:
-            self._asked[name] = RequestOptions.of(given, self._config)
+            self._asked[name] = RequestOptions.of(given, self._config, selects=self._selects)
         except ConfigError as error:
             # It is a client's text: one line, and not a long one.
             text = str(error).encode("unicode_escape").decode()[:_MAX_CHARS]

@@ -402,7 +402,7 @@ def _make_parts(
     """Parts of both modes, wired together."""
     counters, speculation = store.counters, engine.speculation
     requests: dict[str, RequestState] = {}
-    asked, draft = RequestOverrides(config, counters), StepDraft()
+    asked, draft = RequestOverrides(config, counters, engine.selects), StepDraft()
     identities = RequestIdentities(ranks, engine, store.name_key, counters)
     identities.keys.suspended = bool(store.suspension)
     own_index = None if store.own is None else store.own.index

@@ -39,6 +39,7 @@ class EngineFacts:
         finds: Whether requests may begin with stored blocks. Some models need all tokens of a
             request in one step, and an engine with the role ``kv_producer`` looks nothing up.
         stores: Whether blocks are stored in mode ``reuse``: not with the role ``kv_consumer``.
+        selects: Whether requests may ask for a selector that ranks pages by their logits.
         sees_media: Whether the scheduler's process has the tensors of images and the like.
         x_share: Share of the running contexts that is stored as X, at most, or how it is found.
         x_shape: Shape of the layers, where it may be.
@@ -52,6 +53,7 @@ class EngineFacts:
     speculation: Speculation = NO_SPECULATION
     finds: bool = True
     stores: bool = True
+    selects: bool = True
     sees_media: bool = True
     x_share: float | Literal["auto"] = 0.0
     x_shape: XShape | None = None

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.attention.exact import RowBatch, attend_exact
 from vllm_ssdkv.kernels.dense import select_kernels
+from vllm_ssdkv.kernels.operands.block_layout import PLAIN, Softmax
 
 if TYPE_CHECKING:
     from vllm_ssdkv.connector.worker.page_mode import PageMode
@@ -68,7 +69,7 @@ def attend_layer(
     scale: float,
     *,
     sliding_window: int | None = None,
-    sinks: torch.Tensor | None = None,
+    softmax: Softmax = PLAIN,
 ) -> None:
     """Attention of a layer over the window in HBM and the context in the store.
 
@@ -81,7 +82,7 @@ def attend_layer(
         out: [T, Hq, D], written.
         rows: See :func:`rows_of_step`.
         scale: Of the logits.
-        sliding_window, sinks: As of ``attend_exact``.
+        sliding_window, softmax: As of ``attend_exact``.
 
     Raises:
         RuntimeError: there is no step.
@@ -95,7 +96,7 @@ def attend_layer(
         paged.ordering.observe(layer, query, cache, rows, scale)
     plan = step.plan(rows, paged.block_layout, query)
     if plan is not None:
-        plan.attend(layer, query, cache, out, scale, sliding_window, sinks)
+        plan.attend(layer, query, cache, out, scale, sliding_window, softmax)
     else:
         attend_exact(
             select_kernels(kv_cache.device),
@@ -107,9 +108,9 @@ def attend_layer(
             paged.block_layout,
             scale,
             step.clock,
-            step.choosing(layer_name, query, value, rows, cache, scale, sinks),
+            step.choosing(layer_name, query, value, rows, cache, scale),
             sliding_window,
-            sinks,
+            softmax,
         )
     if paged.layer_ended is not None:
         paged.layer_ended()

@@ -228,7 +228,6 @@ class PagedStep:
         batch: RowBatch,
         cache: torch.Tensor,
         scale: float,
-        sinks: torch.Tensor | None,
     ) -> Callable[[PartialState], None] | None:
         """Folds the layer's chosen pages into a state that has seen the window; None: nobody
         chooses. ``value``: V of the same tokens, [T, Hkv, D]; the others as in ``attend_exact``."""
@@ -240,9 +239,7 @@ class PagedStep:
 
         def fold(state: PartialState) -> None:
             kernels = select_page_kernels(query.device)
-            decode.attend(
-                kernels, self.clock, layer, query, value, state, batch, cache, scale, sinks
-            )
+            decode.attend(kernels, self.clock, layer, query, value, state, batch, cache, scale)
 
         return fold
 

@@ -55,7 +55,8 @@ struct BlockShape : PageLayout {
 };
 
 struct BoundState : State {
-  BoundState(Matrix m, Matrix l, Cube acc);
+  BoundState(Matrix m, Matrix l, Cube acc, double soft_cap,
+             const std::optional<Vector<float>>& slopes);
   void check_same_queries(const State& other) const {
     require(
         tokens == other.tokens && query_heads == other.query_heads && head_size == other.head_size,
@@ -65,7 +66,12 @@ struct BoundState : State {
  private:
   Matrix m_, l_;
   Cube acc_;
+  Vector<float> slopes_;
 };
+
+// Throws unless the shape is that of so many heads.
+LogitShape to_shape(double soft_cap, const std::optional<Vector<float>>& slopes,
+                    std::int64_t query_heads);
 
 struct BoundRows : Rows {
   BoundRows(const Vector<std::int32_t>& begins, const std::optional<Vector<std::int32_t>>& counts,

@@ -28,11 +28,19 @@ BlockShape::BlockShape(const PageLayout& sizes) : PageLayout(sizes) {
           "block_tokens must be a positive multiple of page_tokens");
   require(kv_heads > 0, "kv_heads must be positive");
   require(head_size > 0 && head_size % 8 == 0 && head_size <= kMaxHeadSize,
-          "head_size must be a multiple of 8, at most 256");
+          "head_size must be a multiple of 8, at most 512");
   require(page_stride >= payload(), "page_stride is smaller than K and V of one page");
 }
 
-BoundState::BoundState(Matrix m, Matrix l, Cube acc)
+LogitShape to_shape(double soft_cap, const std::optional<Vector<float>>& slopes,
+                    std::int64_t query_heads) {
+  require(std::isfinite(soft_cap) && soft_cap >= 0, "soft_cap must be finite and not negative");
+  require(!slopes || extent(slopes->shape(0)) == query_heads, "slopes must be [q_heads]");
+  return {static_cast<float>(soft_cap), slopes ? slopes->data() : nullptr};
+}
+
+BoundState::BoundState(Matrix m, Matrix l, Cube acc, double soft_cap,
+                       const std::optional<Vector<float>>& slopes)
     : State{extent(m.shape(0)), extent(m.shape(1)), extent(acc.shape(2)),
             m.data(),           l.data(),           acc.data()},
       m_(m),
@@ -41,6 +49,8 @@ BoundState::BoundState(Matrix m, Matrix l, Cube acc)
   require(extent(l.shape(0)) == tokens && extent(l.shape(1)) == query_heads &&
               extent(acc.shape(0)) == tokens && extent(acc.shape(1)) == query_heads,
           "m and l must be [tokens, q_heads] and acc [tokens, q_heads, head_size]");
+  shape = to_shape(soft_cap, slopes, query_heads);
+  if (slopes) slopes_ = *slopes;
 }
 
 BoundRows::BoundRows(const Vector<std::int32_t>& begins,
@@ -263,9 +273,12 @@ Pages are ``page_stride`` bytes apart; a page is K ``[page_tokens][head_size]``,
                          R"(State of an online softmax: ``m, l [T, q_heads]``, ``acc`` of them.
 
 ``m``: running maximum of scaled logits, starts at -inf; ``l``: running sum of ``exp(logit - m)``,
-starts at 0; ``acc [T, q_heads, head_size]``: unnormalised output, starts at 0.)")
-      .def(nb::init<Matrix, Matrix, Cube>(), arg("m").noconvert(), arg("l").noconvert(),
-           arg("acc").noconvert());
+starts at 0; ``acc [T, q_heads, head_size]``: unnormalised output, starts at 0. A logit is ``soft_cap
+* tanh(s / soft_cap)`` of a scaled product ``s`` (0: the product), plus the head's slope, ``slopes
+[q_heads]``, times the key's position less the query's.)")
+      .def(nb::init<Matrix, Matrix, Cube, double, const std::optional<Vector<float>>&>(),
+           arg("m").noconvert(), arg("l").noconvert(), arg("acc").noconvert(),
+           arg("soft_cap") = 0.0, arg("slopes").noconvert() = nb::none());
   nb::class_<BoundRows>(module, "Rows",
                         R"(Ragged rows of queries, and the range of pages that each sees.
 

@@ -10,7 +10,7 @@ namespace ssdkv::attention {
 
 enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
-inline constexpr std::int64_t kMaxHeadSize = 256;
+inline constexpr std::int64_t kMaxHeadSize = 512;
 
 // Stands for a sliding window that no context reaches.
 inline constexpr std::int64_t kUnbounded = std::int64_t{1} << 62;
@@ -26,6 +26,15 @@ struct PageLayout {
   DType dtype;
 };
 
+// What makes a logit of a scaled product s of query and key: soft_cap * tanh(s / soft_cap), unless
+// the cap is 0, then plus the head's slope times the key's position less the query's (ALiBi).
+struct LogitShape {
+  float soft_cap = 0.0f;
+  const float* slopes = nullptr;  // [query_heads]; null: there are none
+
+  bool plain() const { return soft_cap == 0.0f && slopes == nullptr; }
+};
+
 // State of an online softmax of some query tokens, updated in place.
 struct State {
   std::int64_t tokens;
@@ -34,6 +43,7 @@ struct State {
   float* maximum;      // [tokens][query_heads]
   float* denominator;  // [tokens][query_heads]
   float* accumulator;  // [tokens][query_heads][head_size]
+  LogitShape shape = {};
 };
 
 // Ragged rows of queries, and the range of pages that each attends to.

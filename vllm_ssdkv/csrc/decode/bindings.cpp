@@ -319,7 +319,7 @@ class BoundPlan {
       std::int64_t layer, const Vectors& query, std::uint64_t cache, std::int64_t blocks,
       std::int64_t block_stride, const Vectors& out, double scale, attention::AttentionClock& clock,
       std::optional<std::int64_t> sliding_window, const std::optional<Vector<float>>& sinks,
-      bool tell, std::size_t room, const BoundGuess* guess) {
+      double soft_cap, const std::optional<Vector<float>>& slopes, bool tell, std::size_t room, const BoundGuess* guess) {
     require(layer >= 0 && layer < extent(streamed_.size()), "there is no such layer");
     hbm_.check_heads(query.heads);
     for (const Vectors* part : {&query, &out}) {
@@ -338,6 +338,8 @@ class BoundPlan {
       require(choosing_ && choosing_->cache != nullptr, "there is nothing to look up in");
       guess->check(*choosing_, hbm_.kv_heads);
     }
+    const attention::LogitShape logits = attention::to_shape(soft_cap, slopes, query.heads);
+    slopes_ = slopes;
     stopped_ = false;
     operands_ = {layer,
                  query,
@@ -347,6 +349,7 @@ class BoundPlan {
                  static_cast<float>(scale),
                  std::min(sliding_window.value_or(attention::kUnbounded), attention::kUnbounded),
                  sinks ? sinks->data() : nullptr,
+                 logits,
                  room,
                  guess};
     {
@@ -433,6 +436,7 @@ class BoundPlan {
   BlockShape hbm_;
   StepPlan plan_;
   LayerOperands operands_{};
+  std::optional<Vector<float>> slopes_;  // which the operands point into
   bool stopped_ = false;
 };
 
@@ -525,11 +529,12 @@ the rows that choose do so.)")
       .def("run_layer", &BoundPlan::run_layer, nb::arg("layer"), nb::arg("query"), nb::arg("cache"),
            nb::arg("blocks"), nb::arg("block_stride"), nb::arg("out"), nb::arg("scale"),
            nb::arg("clock"), nb::arg("sliding_window").none(), nb::arg("sinks").noconvert().none(),
-           nb::arg("tell"), nb::arg("room"), nb::arg("guess").none(),
+           nb::arg("soft_cap"), nb::arg("slopes").noconvert().none(), nb::arg("tell"), nb::arg("room"), nb::arg("guess").none(),
            R"(Attend to windows and contexts of a layer, and write ``out``.
 
 ``cache``: address of the first of so many ``blocks`` in HBM, ``block_stride`` bytes apart.
-``sliding_window``: of the keys in HBM; ``sinks [q_heads]``: logits of attention sinks. To ``tell``
+``sliding_window``: of the keys in HBM; ``sinks [q_heads]``: logits of attention sinks;
+``soft_cap`` and ``slopes``: as of ``State``. To ``tell``
 is to answer with the pages that were chosen, if any, and the edges of their lists. Where chosen
 pages are not in memory, or pages of the ``guess``, the layer has stopped: :meth:`resume` goes on.
 Places are taken for up to ``room`` distinct pages.)")

@@ -17,8 +17,13 @@ using Part = attention::AttentionClock::Part;
 
 attention::State state_of(StepPlan& plan, const LayerOperands& o) {
   WorkSpace& work = plan.work;
-  return {plan.tokens,         o.query.heads,           plan.hbm.head_size,
-          work.maximum.data(), work.denominator.data(), work.accumulator.data()};
+  return {plan.tokens,
+          o.query.heads,
+          plan.hbm.head_size,
+          work.maximum.data(),
+          work.denominator.data(),
+          work.accumulator.data(),
+          o.shape};
 }
 
 // State of the step's queries that have seen no key but the sinks of their heads.

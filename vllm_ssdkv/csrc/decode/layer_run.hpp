@@ -23,6 +23,7 @@ struct LayerOperands {
   float scale;
   std::int64_t sliding_window;  // of the keys in HBM; attention::kUnbounded: all
   const float* sinks;           // [query_heads]: logits of attention sinks; null: there are none
+  attention::LogitShape shape;
   std::size_t room;             // distinct pages outside frames that may be taken
   const GuessedPages* guess;    // to be in memory when the layer ends; null: nothing is
 };

@@ -36,9 +36,8 @@ NATIVE_DTYPES = {
 }
 """Native kernels' numbers of the element types."""
 
-MAX_HEAD_SIZE = 256
-"""Channels of a head that native kernels have registers for (``kMaxHeadSize``), and Triton's tiles
-shared memory."""
+MAX_HEAD_SIZE = 512
+"""Channels of a head that kernels have scratch for (``kMaxHeadSize``)."""
 
 HEAD_SIZE_STEP = 8
 """Heads are whole vectors."""
@@ -307,6 +306,45 @@ def on_host(values: IntArray, dtype: type[_Number]) -> NDArray[_Number]:
 
 
 @dataclass(frozen=True)
+class Softmax:
+    """Rule of a layer by which scaled products ``s`` of queries and keys become logits, and what
+    its softmax has beside them. All of it is per query head.
+
+    Attributes:
+        sinks: Logits of attention sinks, [Hq], any dtype: keys of their own whose values are zero.
+        soft_cap: Logits are ``soft_cap * tanh(s / soft_cap)``; 0: ``s``.
+        slopes: ALiBi, float32 [Hq] on the device of the kernels: to these is added the slope times
+            the key's position less the query's.
+    """
+
+    sinks: torch.Tensor | None = None
+    soft_cap: float = 0.0
+    slopes: torch.Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Check whether logits are the products."""
+        return not self.soft_cap and self.slopes is None
+
+    @property
+    def host_sinks(self) -> NDArray[np.float32] | None:
+        """Sinks as native kernels take them."""
+        if self.sinks is None:
+            return None
+        made: NDArray[np.float32] = self.sinks.detach().to("cpu", torch.float32).numpy()
+        return made
+
+    @property
+    def host_slopes(self) -> NDArray[np.float32] | None:
+        """Slopes likewise; they lie on the host."""
+        return None if self.slopes is None else self.slopes.numpy()
+
+
+PLAIN = Softmax()
+"""Softmax of most models."""
+
+
+@dataclass(frozen=True)
 class PartialState:
     """State of an online softmax (Milakov and Gimelshein 2018), updated in place by ``attend``.
 
@@ -314,12 +352,13 @@ class PartialState:
     the sum of ``exp(score - m)`` and ``acc`` float32 ``[T, Hq, D]`` the values weighted by it.
     A query that has seen no key has ``m = -inf, l = 0, acc = 0``; with an attention sink, a key of
     its own whose value is zero, ``m`` is the sink's logit and ``l = 1``. States over disjoint keys
-    may be computed in any order, or apart and merged.
+    may be computed in any order, or apart and merged. All its logits are made by ``softmax``.
     """
 
     m: torch.Tensor
     l: torch.Tensor  # noqa: E741  (the papers' name)
     acc: torch.Tensor
+    softmax: Softmax = PLAIN
 
     @classmethod
     def empty(
@@ -328,19 +367,20 @@ class PartialState:
         query_heads: int,
         head_size: int,
         device: torch.device,
-        sinks: torch.Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> PartialState:
-        """State of T queries that have seen no key but their heads' ``sinks`` [Hq], any dtype."""
+        """State of T queries that have seen no key but their heads' sinks."""
         acc = torch.zeros((tokens, query_heads, head_size), dtype=torch.float32, device=device)
-        if sinks is not None:
-            m = sinks.to(device, torch.float32).repeat(tokens, 1)
-            return cls(m, torch.ones_like(m), acc)
+        if softmax.sinks is not None:
+            m = softmax.sinks.to(device, torch.float32).repeat(tokens, 1)
+            return cls(m, torch.ones_like(m), acc, softmax)
         m = torch.full((tokens, query_heads), -torch.inf, dtype=torch.float32, device=device)
-        return cls(m, torch.zeros_like(m), acc)
+        return cls(m, torch.zeros_like(m), acc, softmax)
 
     def rows(self, index: torch.Tensor) -> PartialState:
         """A copy, on the host, of the states of some queries, int64 [R]."""
-        return PartialState(self.m[index].cpu(), self.l[index].cpu(), self.acc[index].cpu())
+        parts = (self.m[index].cpu(), self.l[index].cpu(), self.acc[index].cpu())
+        return PartialState(*parts, self.softmax)
 
     @cached_property
     def bound(self) -> _kernels.State:
@@ -349,7 +389,13 @@ class PartialState:
         if not self.acc.is_cpu:
             raise ValueError(f"the state must be on the CPU, not on {self.acc.device}")
         self.check(tuple(self.acc.shape), self.acc.device)
-        return _kernels.State(self.m.numpy(), self.l.numpy(), self.acc.numpy())
+        return _kernels.State(
+            self.m.numpy(),
+            self.l.numpy(),
+            self.acc.numpy(),
+            self.softmax.soft_cap,
+            self.softmax.host_slopes,
+        )
 
     def check(self, shape: tuple[int, ...], device: torch.device) -> None:
         """Raise ``ValueError`` unless this is a contiguous state of queries of ``shape``,

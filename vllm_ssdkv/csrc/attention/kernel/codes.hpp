@@ -91,7 +91,7 @@ constexpr std::uint64_t mixed(std::uint64_t x) {  // splitmix64
   return x ^ (x >> 31);
 }
 constexpr bool is_negative(int round, std::int64_t channel) {
-  return mixed(static_cast<std::uint64_t>(round * kMaxHeadSize + channel)) >> 63 != 0;
+  return mixed(static_cast<std::uint64_t>(round * 256 + channel)) >> 63 != 0;
 }
 struct Signs {
   float of[2][kMaxHeadSize];

@@ -80,6 +80,7 @@ struct Work : TaskRows {
   float* denominator;
   std::int32_t* limit;  // position up to which a row sees keys
   std::int32_t sliding_window;
+  bool plain;     // logits are products
   float* keys;    // [head_size][kKeys]
   float* values;  // [kKeys][width]
   float* logits;  // [kSpareRows][kKeys]
@@ -90,7 +91,8 @@ struct Work : TaskRows {
         row_bytes(head_size * item_bytes(p.layout.dtype)),
         direct(count <= kDirectRows && width == head_size),
         sliding_window(p.sliding_window < kNever ? static_cast<std::int32_t>(p.sliding_window)
-                                                 : kNever) {
+                                                 : kNever),
+        plain(p.state.shape.plain()) {
     const auto take = [&scratch](std::int64_t items) {
       std::byte* part = scratch;
       scratch += part_bytes(items);
@@ -202,11 +204,26 @@ void end(const Work& w) {
   }
 }
 
+// What follows from the products of a panel with a tile, up to the weights.
+template <int R>
+void weigh_panel(const Work& w, const KeyTile& tile, std::int64_t row, float* correction) {
+  if (!w.plain) {
+    const LogitShape& shape = w.problem.state.shape;
+    float slope[R] = {};
+    if (shape.slopes != nullptr) {
+      for (int r = 0; r < R; ++r) slope[r] = shape.slopes[w.head(row + r)];
+    }
+    shape_logits<R>(tile, shape.soft_cap, shape.slopes == nullptr ? nullptr : slope, w.limit + row,
+                    w.logits);
+  }
+  softmax<R>(tile, w.state(row), w.logits, correction);
+}
+
 template <int R, typename T>
 void direct_panel(const Work& w, const KeyTile& tile, Prefetch& ahead, std::int64_t row) {
   float correction[R];
   logits_direct<R, T>(w.queries + row * w.width, w.width, tile, ahead, w.logits);
-  softmax<R>(tile, w.state(row), w.logits, correction);
+  weigh_panel<R>(w, tile, row, correction);
   const DirectRows values{tile.row + kKeys, &ahead, (w.row_bytes + kLineBytes - 1) / kLineBytes};
   add_values<R, T>(w.logits, correction, tile.count, values, w.accumulator + row * w.width, w.width,
                    w.width / kLanes);
@@ -217,7 +234,7 @@ void shared_panel(const Work& w, const KeyTile& tile, Prefetch& ahead, std::int6
                   std::int64_t row) {
   float correction[R];
   logits_of<R>(w.queries + row * w.width, w.keys, w.head_size, ahead, lines, w.logits);
-  softmax<R>(tile, w.state(row), w.logits, correction);
+  weigh_panel<R>(w, tile, row, correction);
   const WidenedRows values{reinterpret_cast<const std::byte*>(w.values), w.width * 4};
   add_values<R, float>(w.logits, correction, tile.count, values, w.accumulator + row * w.width,
                        w.width, w.width / kLanes);

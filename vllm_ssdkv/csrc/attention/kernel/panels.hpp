@@ -84,6 +84,39 @@ void logits_direct(const float* queries, std::int64_t width, const KeyTile& tile
   }
 }
 
+// tanh within a few ulp; near 0 by the polynomial of Cephes' tanhf (Moshier, 1992).
+inline Vec tanh_of(Vec x) {
+  const Vec magnitude = x < Vec{} ? -x : x;
+  const Vec decay = exp_nonpositive(-2.0f * magnitude);
+  const Vec far = (1.0f - decay) / (1.0f + decay);
+  const Vec square = x * x;
+  Vec p = splat(-5.70498872745e-3f);
+  p = p * square + 2.06390887954e-2f;
+  p = p * square - 5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square - 3.33332819422e-1f;
+  return magnitude < splat(0.625f) ? p * square * x + x : (x < Vec{} ? -far : far);
+}
+
+// Turns products of R rows with a tile into logits that are not plain. `slope` has one for each row,
+// or is null; `newest` are the rows' own positions.
+template <int R>
+void shape_logits(const KeyTile& tile, float soft_cap, const float* slope,
+                  const std::int32_t* newest, float* logits) {
+  for (int i = 0; i < kKeys; i += kLanes) {
+    IntVec position;
+    std::memcpy(&position, tile.position + i, sizeof(position));
+    const Vec place = __builtin_convertvector(position, Vec);
+    for (int r = 0; r < R; ++r) {
+      float* const at = logits + r * kKeys + i;
+      Vec logit = read(at);
+      if (soft_cap != 0.0f) logit = soft_cap * tanh_of(logit / soft_cap);
+      if (slope != nullptr) logit += slope[r] * (place - static_cast<float>(newest[r]));
+      write(at, logit);
+    }
+  }
+}
+
 // Running softmax of R rows: turns logits into weights and says by what the accumulators must be
 // scaled.
 struct RowState {
