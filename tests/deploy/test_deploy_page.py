@@ -1,4 +1,4 @@
-"""``docs/deploy.md``: its pools and commands are valid, and the table of verbs is whole."""
+"""``docs/shared-cache.md``: its pools and commands are valid, and the table of verbs is whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.node import NodeConfig
 from vllm_ssdkv.config.pool import PoolConfig
 
-TEXT = (DEPLOY.parent / "docs" / "deploy.md").read_text()
+TEXT = (DEPLOY.parent / "docs" / "shared-cache.md").read_text()
 POOLS = re.findall(r"```yaml\n(# \w+\.yaml)\n(.*?)```", TEXT, re.DOTALL)
 COMMANDS = [
     line

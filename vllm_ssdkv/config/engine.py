@@ -464,7 +464,8 @@ class SSDKVConfig(OptionModel):
             description="Nodes (`ssdkv node run`) that keep the store, for all engines that name "
             "them, in place of a store of this engine. Several nodes share the blocks; name them "
             "alike in every engine. Drives and memory are then options of the nodes, and are "
-            "refused here. In mode `page` they keep the contexts of this engine (docs/nodes.md).",
+            "refused here. In mode `page` they keep the contexts of this engine "
+            "(docs/shared-cache.md).",
         ),
         Reason("Empty: the engine keeps its own store, which needs no other process."),
     ] = ()

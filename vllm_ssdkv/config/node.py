@@ -1,6 +1,6 @@
 """Options of a node, ``ssdkv node run``: its addresses, its drives and memory, its limits.
 
-``docs/nodes.md`` has a table that is generated from here.
+``docs/options.md`` has a table that is generated from here.
 """
 
 from __future__ import annotations
@@ -282,5 +282,5 @@ def options_in(path: Path) -> dict[str, object]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise ConfigError(f"{path}: no object of options of a node (docs/nodes.md)")
+        raise ConfigError(f"{path}: no object of options of a node (docs/options.md)")
     return found

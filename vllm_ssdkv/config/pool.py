@@ -1,6 +1,6 @@
 """Options of a pool: which nodes there are, where each runs, and who starts them.
 
-``docs/deploy.md`` has a table that is generated from here.
+``docs/options.md`` has a table that is generated from here.
 """
 
 from __future__ import annotations
@@ -56,10 +56,7 @@ class PooledNode(OptionModel):
     options: Annotated[
         dict[str, object],
         Allowed("an object of options of a node"),
-        Field(
-            description="Options of this node ([nodes.md](nodes.md)); they override those of "
-            "the pool."
-        ),
+        Field(description="Options of this [node](#a-node); they override those of the pool."),
         Reason("Empty: the pool's `options` for all."),
     ] = {}  # noqa: RUF012 - pydantic copies it
 
@@ -116,7 +113,7 @@ class PoolConfig(OptionModel):
         dict[str, object],
         Allowed("an object of options of a node"),
         Field(
-            description="Options ([nodes.md](nodes.md)) that all nodes share unless they have "
+            description="[Options of a node](#a-node) that all nodes share unless they have "
             "their own."
         ),
         Reason("Empty: the defaults of the node."),

@@ -14,10 +14,20 @@ from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.base.metrics import BATCH_METRICS, METRICS
 from vllm_ssdkv.base.metrics_node import NODE_SERVER_METRICS
 from vllm_ssdkv.base.wait_reason import WaitReason
-from vllm_ssdkv.cli.docs.doc_pages import metrics_page, options_page, with_section
+from vllm_ssdkv.cli.docs.doc_pages import (
+    FIRST,
+    for_tests,
+    metrics_page,
+    options_for_tests_page,
+    options_page,
+    with_section,
+)
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.config.node import NodeConfig
+from vllm_ssdkv.config.pool import PoolConfig
 from vllm_ssdkv.config.schema import walk
+from vllm_ssdkv.config.secondary_tier import SecondaryTierConfig
 
 
 def run(*arguments: str, stdin: str = "") -> Result:
@@ -31,9 +41,25 @@ def cells(page: str) -> list[list[str]]:
 
 
 def test_every_option_is_one_row() -> None:
-    head, rule, *rows = cells(options_page())
-    assert [row[0] for row in rows] == [f"`{option.path}`" for option in walk(SSDKVConfig)]
-    assert {len(row) for row in [head, rule, *rows]} == {5}
+    tables = options_page().split("\n## ")[1:]
+    titles = [table.splitlines()[0] for table in tables]
+    assert titles == ["The ones to know", "Tuning", "A node", "A pool", "The secondary tier"]
+    first, tuning, node, pool, tier = ([row[0] for row in cells(table)[2:]] for table in tables)
+    tests = [row[0] for row in cells(options_for_tests_page())[2:]]
+    assert first == [f"`{path}`" for path in FIRST]
+    assert len(first) == 10
+    every = [f"`{option.path}`" for option in walk(SSDKVConfig)]
+    assert sorted(first + tuning + tests) == sorted(every)
+    assert {f"`{option.path}`" for option in walk(NodeConfig)} <= {*node, *first, *tuning, *tests}
+    assert pool == [f"`{option.path}`" for option in walk(PoolConfig)]
+    assert tier == [f"`{option.path}`" for option in walk(SecondaryTierConfig)]
+    assert {len(row) for table in tables for row in cells(table)} == {5}
+
+
+def test_faults_and_slow_devices_are_options_for_tests() -> None:
+    tests = {option.path for option in walk(SSDKVConfig) if for_tests(option)}
+    assert {"io.faults[].kind", "io.fault_file", "io.throttle", "offload.fault.after"} <= tests
+    assert not tests & {"io.deadline", "offload.share", *FIRST}
 
 
 def test_every_metric_is_one_row() -> None:
@@ -60,8 +86,8 @@ def test_written_pages_pass_the_check(tmp_path: Path) -> None:
     assert run("lab", "docs", "check", str(place)).exit_code == 1, "nothing is there yet"
     assert run("lab", "docs", "write", str(place)).exit_code == 0
     assert sorted(path.name for path in place.iterdir()) == [
-        *("cli.md", "gpu.md", "messages.md"),
-        *("metrics.md", "options.md", "papers.md"),
+        *("cli.md", "fpga-tables.md", "gpu.md", "messages.md"),
+        *("metrics.md", "options-for-tests.md", "options.md", "papers.md"),
     ]
     assert run("lab", "docs", "check", str(place)).exit_code == 0
     assert run("lab", "docs", "write", str(place)).output == "", "nothing to write"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 
@@ -14,18 +13,15 @@ from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.docs.command_page import commands_page
 from vllm_ssdkv.cli.docs.doc_pages import (
     metrics_page,
+    options_for_tests_page,
     options_page,
-    options_table,
     waits_table,
     with_section,
 )
 from vllm_ssdkv.cli.docs.fpga_page import fpga_page
 from vllm_ssdkv.cli.docs.messages_page import messages_page
 from vllm_ssdkv.cli.docs.papers_page import papers_page
-from vllm_ssdkv.config.node import NodeConfig
-from vllm_ssdkv.config.pool import PoolConfig
-from vllm_ssdkv.config.secondary_tier import SecondaryTierConfig
-from vllm_ssdkv.fpga_offload.generate import FILES, tables
+from vllm_ssdkv.fpga_offload.generate import FILES
 from vllm_ssdkv.profiling.gpu_pack.page import gpu_page
 from vllm_ssdkv.profiling.sizing.validate import section as section_of_runs
 
@@ -40,14 +36,6 @@ _Directory = Annotated[
     ),
 ]
 
-_SECTIONS: Final[dict[str, tuple[str, Callable[[], str]]]] = {
-    "operations.md": ("waits", waits_table),
-    "nodes.md": ("node", partial(options_table, NodeConfig)),
-    "deploy.md": ("pool", partial(options_table, PoolConfig)),
-    "tier.md": ("tier", partial(options_table, SecondaryTierConfig)),
-}
-"""Pages that are written by hand, each with a section that is generated."""
-
 
 def pages(directory: Path) -> dict[str, str]:
     """File name and text of every generated page, and of pages with a generated table, if they are
@@ -55,25 +43,23 @@ def pages(directory: Path) -> dict[str, str]:
     ``directory / "gpu"`` and ``directory / "sizing"``."""
     found = {
         "cli.md": commands_page(),
+        "fpga-tables.md": fpga_page(),
         "gpu.md": gpu_page(directory / "gpu"),
         "messages.md": messages_page(),
         "metrics.md": metrics_page(),
         "options.md": options_page(),
+        "options-for-tests.md": options_for_tests_page(),
         "papers.md": papers_page(),
     }
-    for name, (section, content) in _SECTIONS.items():
-        page = directory / name
-        if page.is_file():
-            found[name] = with_section(page.read_text(encoding="utf-8"), section, content())
+    operations = directory / "operations.md"
+    if operations.is_file():
+        text = operations.read_text(encoding="utf-8")
+        found[operations.name] = with_section(text, "waits", waits_table())
     sizing = directory / "sizing.md"
     if sizing.is_file():
         text = sizing.read_text(encoding="utf-8")
         runs = section_of_runs(directory / "sizing" / "runs.jsonl")
         found[sizing.name] = with_section(text, "validation", runs)
-    fpga = directory / "fpga.md"
-    if fpga.is_file():
-        text = with_section(fpga.read_text(encoding="utf-8"), "fpga arguments", tables())
-        found[fpga.name] = fpga_page(text)
     return found | fpga_files(directory)
 
 
@@ -101,9 +87,8 @@ def stale(directory: Path, fresh: Mapping[str, str]) -> dict[str, str]:
 
 @app.command()
 def write(directory: _Directory) -> None:
-    """Write the generated pages into DIR, cli.md for one, and the tables in
-    operations.md, nodes.md, deploy.md, tier.md, sizing.md and fpga.md, and the headers of the FPGA
-    kernels beside DIR."""
+    """Write the generated pages into DIR, the tables in operations.md and sizing.md, and the
+    headers of the FPGA kernels beside DIR."""
     directory.mkdir(parents=True, exist_ok=True)
     fresh = pages(directory)
     for name in stale(directory, fresh):

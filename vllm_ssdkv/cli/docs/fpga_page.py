@@ -1,4 +1,4 @@
-"""Generated tables of ``docs/fpga.md``: cycles, cells, estimates, and the papers' figures."""
+"""The generated page about the FPGA: cycles, cells, estimates, the papers' figures, arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from vllm_ssdkv.cli.docs.doc_pages import with_section
+from vllm_ssdkv.cli.docs.doc_pages import NOTICE
 from vllm_ssdkv.cli.fpga.estimate import estimate_rows
 from vllm_ssdkv.cli.fpga.tables import (
     cells_table,
@@ -19,20 +19,44 @@ from vllm_ssdkv.cli.fpga.tables import (
 from vllm_ssdkv.fpga_offload.cards import CARDS
 from vllm_ssdkv.fpga_offload.estimator import DecodeStep, simulated_cycles
 from vllm_ssdkv.fpga_offload.figures import figures
+from vllm_ssdkv.fpga_offload.generate import tables
 from vllm_ssdkv.fpga_offload.results import CYCLES, FOLDER, SYNTHESIS, read_cycles, read_synthesis
 from vllm_ssdkv.profiling.table import Table
 
 _WIDTH: Final = 100
 _CONTEXTS: Final = (4096, 32768, 262144)
+_INTRO: Final = """\
+# FPGA kernels: tables
+
+Simulation and synthesis of the kernels that [fpga.md](fpga.md) describes.
+"""
+_ESTIMATES: Final = (
+    "`ssdkv lab fpga estimate` makes these from the cycles above and the constants below, for a "
+    "decode step of one context with the attention of Llama-3.1-8B: 32 layers, 8 KV heads, G = 4, "
+    "d = 128. Each chunk of pages comes while the kernel attends to the one before. In a SmartSSD "
+    "every byte passes the memory twice: the drive writes it, the kernel reads it."
+)
+_DIFFERENCES: Final = """\
+| difference | papers | here |
+|---|---|---|
+| tools | Vitis HLS and Vivado, placed and routed | RTL by hand; counts by Yosys, not placed |
+| counts | with the platform's shell, AXI and DMA (HILOS) | without a shell |
+| K of a block | transposed on chip | HLS: the same; RTL: a tree of adders, no transpose |
+| softmax | base e, rescaled by multiplying | base 2, a whole number as maximum |
+| output | normalised attention of a head | partial states, which merge over any split |
+| addresses | a context in one piece, padded to 32 tokens | lists of pages in any order |
+| checks of pages | not said | by digests, before the state is folded |
+| sparse attention | SparF in the flash channels (InstInfer) | SparF behind the bus |
+| power | 11 to 16 W (HILOS) | not measured |
+"""
 _LAYERS, _KV_HEADS, _GROUP, _HEAD = 32, 8, 4, 128
 
 
-def fpga_page(page: str, folder: Path = FOLDER) -> str:
-    """The page with its tables made anew, from the results in ``folder``.
+def fpga_page(folder: Path = FOLDER) -> str:
+    """Text of ``docs/fpga-tables.md``, from the results in ``folder``.
 
     Raises:
         BenchError: there are none, or they are damaged.
-        ValueError: the page lacks a section.
     """
     cycles = read_cycles(folder / CYCLES)
     cells = read_synthesis(folder / SYNTHESIS)
@@ -42,14 +66,14 @@ def fpga_page(page: str, folder: Path = FOLDER) -> str:
     ]
     rows = estimate_rows(list(CARDS.values()), steps, line)
     sections: dict[str, list[str | Table]] = {
-        "fpga cycles": [_made_by(cycles.command, cycles.tools), cycles_table(cycles.rows)],
-        "fpga cells": [_made_by(cells.command, cells.tools), cells_table(cells.rows)],
-        "fpga estimates": [steps_table(rows), constants_table(list(CARDS.values()), line)],
-        "fpga figures": [figures_table(figures(cells.rows))],
+        "Cycles": [_made_by(cycles.command, cycles.tools), cycles_table(cycles.rows)],
+        "Cells": [_made_by(cells.command, cells.tools), cells_table(cells.rows)],
+        "Estimates": [_ESTIMATES, steps_table(rows), constants_table(list(CARDS.values()), line)],
+        "Beside the papers": [figures_table(figures(cells.rows)), _DIFFERENCES],
+        "Arguments and records": [tables()],
     }
-    for name, parts in sections.items():
-        page = with_section(page, name, _text(parts))
-    return page
+    parts = [NOTICE, _INTRO, *(f"## {name}\n\n{_text(parts)}" for name, parts in sections.items())]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
 def _made_by(command: str, tools: object) -> str:

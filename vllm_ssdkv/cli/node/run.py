@@ -23,7 +23,7 @@ def run(
         typer.Option(
             parser=arguments.file_to_read,
             metavar="FILE",
-            help="File of the node's options, YAML or JSON (docs/nodes.md). The flags below take "
+            help="File of the node's options, YAML or JSON (docs/options.md). The flags below take "
             "precedence.",
         ),
     ] = None,

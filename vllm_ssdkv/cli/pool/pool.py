@@ -42,7 +42,7 @@ def read_pool(file: str) -> PoolConfig:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{file}: no object of options of a pool (docs/deploy.md)")
+        raise ConfigError(f"{file}: no object of options of a pool (docs/options.md)")
     return PoolConfig.from_options({str(name): value for name, value in found.items()}, file)
 
 
