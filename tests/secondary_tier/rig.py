@@ -205,6 +205,9 @@ class Engine:
     def reset(self) -> None:
         """As at sleep, resume and weight updates."""
         self.manager.reset_cache()
+        # Since 0.33: nothing is loaded until workers have ended what they were at.
+        if flushed := getattr(self.manager, "on_reset_flushed", None):
+            flushed()
 
     def events(self) -> list[OffloadingEvent]:
         """Events of the tier."""
