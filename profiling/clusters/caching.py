@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from vllm_ssdkv.clustering.score import updated_frequency
 from vllm_ssdkv.profiling.clusters.trace import F32, I64, Bools
 
 WARM_UP: Final = 32
@@ -21,6 +21,22 @@ GUESSES: Final = 16
 DECAY: Final = 0.7
 COUNT_DECAY: Final = 0.9
 """Decay of the count of choices that the predictions use."""
+
+
+def updated_frequency(
+    frequency: I64, activated: NDArray[np.bool_], cached: NDArray[np.bool_]
+) -> I64:
+    """Frequencies of Swarm's equation (6) after a step (S-7).
+
+    1 more where activated, 1 less, not below 0, where only cached. Corrected, the equation is
+    ``f * (T_base + s * T_transfer) / s`` for a cluster of s bytes that was activated f times:
+    seconds that holding it saves per byte. As printed, ``(f * T_base + s * T_transfer) / s``, the
+    cost of transfer is the same for all clusters, and drops out of their order. Pages of one size,
+    in the engine's cache (``csrc/cache/page_order.hpp``) too, go by frequency and their drive.
+    """
+    idle = cached & ~activated
+    changed: I64 = np.maximum(frequency + activated - idle, 0)
+    return changed
 
 
 class Policy(Protocol):

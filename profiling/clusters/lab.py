@@ -32,6 +32,8 @@ _BLOCKS: Final = (0, 128, 512)
 _SELECTORS: Final[tuple[Selector, ...]] = ("sparf", "sparf, sum of weights", "spread", "bounds")
 CACHE_SHARES: Final = (0.05, 0.1, 0.2, 0.3, 0.5)
 _LEAST_MASS: Final = 0.02
+_SLOT_PAGES: Final = 128 // PAGE
+"""Pages of a head in a slot of 128 tokens."""
 """Heads whose context has less of the attention say nothing on recall."""
 
 
@@ -234,7 +236,8 @@ def schedule_table(traces: Sequence[Trace], settings: Settings) -> Table:
     table = Table(
         "Swarm's reads of clusters at 10 %, us on PM9A3",
         ["schedule", "drives", *_columns(traces)],
-        note="Clusters lie in round robin (7), their copies are replicas. Each page is a request.",
+        note="Clusters lie in round robin (7), their copies are replicas; in slots the same pages "
+        "lie as the engine stores them, with blocks of 128 tokens. Each page is a request.",
     )
     rows: dict[tuple[str, int], list[float]] = {}
     for trace in traces:
@@ -247,6 +250,9 @@ def schedule_table(traces: Sequence[Trace], settings: Settings) -> Table:
                 if drives == settings.drives[0] and schedule in {"full", "no dedup"}:
                     pages = rows.setdefault((f"pages, {schedule}", drives), [])
                     pages.append(float(reads.pages.sum(1).mean()))
+            for held, name in ((1, "in slots"), (2, "in slots, replicas: 2")):
+                reads = page_clusters.stored(which, clusters, drives, _SLOT_PAGES, held)
+                rows.setdefault((name, drives), []).append(1e6 * reads.seconds(DRIVES[0]))
         copies = np.mean([len(one.member) / one.pages for one in clusters])
         rows.setdefault(("copies of a page, %", 0), []).append(100 * float(copies))
     for (name, drives), values in rows.items():

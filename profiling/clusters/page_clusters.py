@@ -7,11 +7,11 @@ from typing import Final, Literal
 
 import numpy as np
 
-from vllm_ssdkv.clustering import scheduling
 from vllm_ssdkv.clustering.clusters import Clusters, cluster
 from vllm_ssdkv.clustering.co_activation import ActivationWindow, Form
 from vllm_ssdkv.clustering.routing import in_order, members_of
-from vllm_ssdkv.profiling.clusters.drives import Load, singly
+from vllm_ssdkv.profiling.clusters import scheduling
+from vllm_ssdkv.profiling.clusters.drives import Load, by_slot_and_head, singly
 from vllm_ssdkv.profiling.clusters.trace import F32, I64, Bools
 
 THRESHOLD: Final = 0.5
@@ -103,4 +103,25 @@ def scheduled(
             steps.append(scheduling.static(entries))
         else:
             steps.append(scheduling.assign(entries, drives))
+    return singly(steps, drives)
+
+
+def stored(
+    which: list[list[I64]], clusters: list[Clusters], drives: int, slot_pages: int, copies: int
+) -> Load:
+    """Reads of the same pages where the engine's slots have them, each once.
+
+    Of ``copies`` the first lies on the drive of its slot and head, the second on the next drive
+    (``replicas: 2``). A slot has ``slot_pages`` pages of a head.
+    """
+    steps = []
+    for heads in which:
+        entries: list[list[int]] = []
+        for head, picked in enumerate(heads):
+            page = np.unique(clusters[head].member[members_of(clusters[head], picked)])
+            slot = page.astype(np.int64) // slot_pages
+            own = by_slot_and_head(np.full_like(slot, head), slot, drives)
+            held = (own[:, None] + np.arange(min(copies, drives))) % drives
+            entries += held.tolist()
+        steps.append(scheduling.assign(entries, drives))
     return singly(steps, drives)

@@ -11,6 +11,7 @@ from vllm_ssdkv.profiling.clusters.caching import (
     WARM_UP,
     hit_rate,
     right_guesses,
+    updated_frequency,
 )
 from vllm_ssdkv.profiling.clusters.trace import Bools
 
@@ -23,6 +24,13 @@ def cycle(pages: int, width: int) -> Bools:
     for step in range(STEPS):
         chosen[0, step, (step * width + np.arange(width)) % pages] = True
     return chosen
+
+
+def test_frequency_falls_only_in_the_cache() -> None:
+    frequency = np.array([2, 2, 2, 0])
+    activated = np.array([True, False, False, False])
+    cached = np.array([True, True, False, True])
+    assert updated_frequency(frequency, activated, cached).tolist() == [3, 1, 2, 0]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

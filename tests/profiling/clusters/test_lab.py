@@ -109,6 +109,23 @@ def test_schedules_read_what_counting_one_by_one_says() -> None:
     assert (loads["static"].pages != loads["no balance"].pages).any()
 
 
+@pytest.mark.parametrize("copies", [1, 2])
+def test_the_same_pages_where_slots_have_them(copies: int) -> None:
+    """On the drive of slot and head, of two copies also on the next: the less loaded is read."""
+    one, drives = trace(), 4
+    clusters, which = lab.activated_clusters(one, one.adjacent_heads(4), SETTINGS)
+    load = page_clusters.stored(which, clusters, drives, 8, copies)
+    for step, picked in enumerate(which):
+        entries = [
+            [(page // 8 + head + copy) % drives for copy in range(copies)]
+            for head, numbers in enumerate(picked)
+            for page in {page for n in numbers for page in clusters[head][n].tolist()}
+        ]
+        assert load.pages[step].sum() == len(entries)
+        busiest = cluster_reads.least_of_the_busiest(entries, drives)
+        assert load.pages[step].max() == busiest
+
+
 def test_published_ratios_of_schedules_are_of_the_named_ones() -> None:
     """P11: time as members lie over that of the whole schedule, every copy over each page once."""
     traces, drives = [trace(tokens=1024), trace("b", seed=3, tokens=1024)], 8

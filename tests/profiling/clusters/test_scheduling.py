@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import chain, product
 
 import numpy as np
 from hypothesis import given
@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 
 from tests.clustering.strategies import clusterings
 from vllm_ssdkv.clustering.clusters import Clusters
-from vllm_ssdkv.clustering.scheduling import (
+from vllm_ssdkv.profiling.clusters.scheduling import (
     assign,
     buckets,
     replicas_of,
     round_robin,
     static,
-    submission,
 )
 
 drives = st.integers(1, 8)
@@ -62,8 +61,7 @@ def test_each_entry_is_read_once_where_it_lies(
     count, where = case
     chosen = assign(where, count, even=even)
     assert all(drive in where[entry] for entry, drive in enumerate(chosen.tolist()))
-    order = submission(buckets(chosen, count))
-    assert sorted(order) == list(range(len(where)))
+    assert sorted(chain(*buckets(chosen, count))) == list(range(len(where)))
 
 
 @given(replicas(3, 7))
@@ -95,8 +93,3 @@ def test_greedy_alone_misses_the_best_buckets() -> None:
 
 def test_without_balance_the_first_replica_is_read() -> None:
     assert static([[1, 0], [0, 2], [2]]).tolist() == [1, 0, 2]
-
-
-def test_a_submission_takes_turns() -> None:
-    assert submission([[0, 1, 2], [3], [], [4, 5]]) == [0, 3, 4, 1, 5, 2]
-    assert submission([]) == []

@@ -75,12 +75,6 @@ def buckets(chosen: NDArray[np.int64], drives: int) -> list[list[int]]:
     return found
 
 
-def submission(per_drive: Sequence[Sequence[int]]) -> list[int]:
-    """Order of one submission: an entry of each bucket in turn, so that no drive waits."""
-    longest = max((len(bucket) for bucket in per_drive), default=0)
-    return [bucket[i] for i in range(longest) for bucket in per_drive if i < len(bucket)]
-
-
 def _even_out(replicas: Replicas, chosen: NDArray[np.int64], load: list[int]) -> None:
     """Move entries from fuller to emptier buckets, along chains of replicas, while any can."""
     held = [set(bucket) for bucket in buckets(chosen, len(load))]
