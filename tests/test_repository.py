@@ -108,6 +108,21 @@ def test_the_connectors_name_is_in_one_place(own_texts: dict[str, str]) -> None:
     ]
 
 
+def test_workflows_run_targets_of_the_makefile(own_texts: dict[str, str]) -> None:
+    """A forge does what anybody can do here, and each file says that it was not run there."""
+    targets = set(re.findall(r"^([a-z]+):", own_texts["Makefile"], re.MULTILINE))
+    files = [name for name in own_texts if name.startswith(".github/workflows/")]
+    found = set()
+    for name in files:
+        assert "Not run by its authors" in own_texts[name]
+        for job in yaml.safe_load(own_texts[name])["jobs"].values():
+            (command,) = [shlex.split(step["run"]) for step in job["steps"] if "run" in step]
+            assert command[0] == "make"
+            assert job["timeout-minutes"] <= 360
+            found |= targets & set(command[1:])
+    assert {"lint", "test", "wheel", "soak"} <= found
+
+
 def test_hooks_are_tools_of_the_lock(own_texts: dict[str, str]) -> None:
     """Nothing is downloaded for a commit, and hooks and `make lint` are of one version."""
     (repository,) = yaml.safe_load(own_texts[".pre-commit-config.yaml"])["repos"]

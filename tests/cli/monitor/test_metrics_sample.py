@@ -51,6 +51,10 @@ AFTER: dict[str, Any] = {
     "io_errors": {("/a", "eio"): 3, ("/a", "short"): 1},
     "context_pages_streamed": {("ssd",): 64},
     "checksum_failures": {(): 2},
+    "seconds_saved": {("loading",): 90, ("computing",): 10},
+    "seconds_lost": {(): 4},
+    "wear_bytes": {("/a",): 25 * 10**12},
+    "wear_used": {("/a",): 0.25},
 }
 THEIRS_BEFORE = {
     "num_requests_running": 1,
@@ -114,6 +118,16 @@ def test_a_device_is_shown_as_it_works() -> None:
     assert device.write_latency_s == pytest.approx(0.01)
     assert device.queue_depth == pytest.approx(8)
     assert (device.errors, device.new_errors) == (4, 3)
+
+
+def test_gains_and_their_price_are_told() -> None:
+    found = sample()
+    assert found.seconds_saved == 96
+    assert found.written_bytes_per_day == 86_400e6
+    assert found.worst_years_left == pytest.approx(75e12 / 1e6 / 86_400 / 365)
+    before = scrape(10.0, BEFORE, THEIRS_BEFORE)
+    still = compare(before, scrape(12.0, BEFORE, THEIRS_BEFORE), URL, 0)
+    assert (still.written_bytes_per_day, still.worst_years_left) == (0, None)
 
 
 def test_a_device_that_does_nothing_has_no_latency() -> None:

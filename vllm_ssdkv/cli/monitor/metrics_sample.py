@@ -10,6 +10,9 @@ from typing import Final
 from vllm_ssdkv.base.metrics import BY_NAME
 from vllm_ssdkv.cli.monitor.metrics_scrape import Scrape, gained, mean_gained
 
+_DAY_S: Final = 86_400
+_YEAR_S: Final = 365 * _DAY_S
+
 TROUBLES: Final = (
     "load_failures",
     "recomputed_requests",
@@ -43,6 +46,8 @@ class DeviceSample:
         queue_depth: Mean of the requests that the device had when one more was given to it.
         errors: Failed requests since the engine started.
         new_errors: Those of this sample's time.
+        years_left: Years until its endurance (``tbw``) is used up at this rate of writing; None
+            where no rating is known or nothing is written.
     """
 
     device: str
@@ -57,6 +62,7 @@ class DeviceSample:
     queue_depth: float | None
     errors: int
     new_errors: int
+    years_left: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,11 @@ class Sample:
         hbm_used: Share of vLLM's own KV cache, mean of the engines.
         node_answers: Whether the node answers all engines that use one; None where none does.
         troubles: Counters of :data:`TROUBLES`, since the start.
+        seconds_saved: Estimated time to first token that the store saved since the start, less the
+            time by which loads took longer.
+        written_bytes_per_day: Bytes that a day at the rate of this sample writes to all devices.
+        worst_years_left: Years after which the first drive has used up its endurance (``tbw``), at
+            the rate of this sample; None where no rating is known or nothing is written.
     """
 
     time: float
@@ -103,6 +114,9 @@ class Sample:
     dram_frames_used: int
     dram_frames_dirty: int
     troubles: dict[str, int]
+    seconds_saved: float
+    written_bytes_per_day: float
+    worst_years_left: float | None
     devices: tuple[DeviceSample, ...]
 
 
@@ -127,6 +141,7 @@ def compare(older: Scrape, newer: Scrape, url: str, now: float) -> Sample:
     queries = _theirs("external_prefix_cache_queries_total")
     found = (_theirs("external_prefix_cache_hits_total"), exposed("hit_tokens_computed"))
     infos = [labels for labels, _ in newer.series(exposed("info"))]
+    devices = device_samples(older, newer)
     return Sample(
         time=now,
         seconds=seconds,
@@ -161,7 +176,12 @@ def compare(older: Scrape, newer: Scrape, url: str, now: float) -> Sample:
         dram_frames_used=now_of("dram_frames_used"),
         dram_frames_dirty=now_of("dram_frames_dirty"),
         troubles={name: now_of(name) for name in TROUBLES},
-        devices=device_samples(older, newer),
+        seconds_saved=newer.total(exposed("seconds_saved")) - newer.total(exposed("seconds_lost")),
+        written_bytes_per_day=_DAY_S * sum(device.written_bytes_per_s for device in devices),
+        worst_years_left=min(
+            (device.years_left for device in devices if device.years_left is not None), default=None
+        ),
+        devices=devices,
     )
 
 
@@ -215,4 +235,13 @@ def _device(older: Scrape, newer: Scrape, device: str) -> DeviceSample:
         queue_depth=mean_gained(older, newer, BY_NAME["io_queue_depth"].full_name, device=device),
         errors=round(newer.total(exposed("io_errors"), device=device)),
         new_errors=round(gained(older, newer, exposed("io_errors"), device=device)),
+        years_left=_years_left(newer, device, rate("bytes_written")),
     )
+
+
+def _years_left(newer: Scrape, device: str, bytes_per_s: float) -> float | None:
+    used = newer.total(exposed("wear_used"), device=device)
+    if not used or not bytes_per_s:
+        return None
+    written = newer.total(exposed("wear_bytes"), device=device)
+    return max(0.0, written / used - written) / bytes_per_s / _YEAR_S

@@ -68,7 +68,7 @@ def _server(sample: Sample) -> Table:
         ),
     ]
     if sample.node_answers is None:  # a node shows its store itself
-        rows += _store(sample)
+        rows += [*_worth(sample), *_store(sample)]
     rows.append(("HBM", percent(sample.hbm_used)))
     if any(sample.context_pages_per_s.values()):
         pages = sample.context_pages_per_s.items()
@@ -76,6 +76,18 @@ def _server(sample: Sample) -> Table:
     if sample.node_answers is not None:
         rows.append(("node", "answers" if sample.node_answers else Text("DOES NOT ANSWER", BAD)))
     return named_rows(rows)
+
+
+def _worth(sample: Sample) -> list[tuple[str, str | Text]]:
+    """Gains of the store, and their price: writes and the life of the drives."""
+    tokens = sum(sample.restored_tokens.values())
+    written = f"{approximate_size(round(sample.written_bytes_per_day))} a day at this rate"
+    if sample.worst_years_left is not None:
+        written += f"; drives last {sample.worst_years_left:,.1f} years"
+    return [
+        ("saved", f"{sample.seconds_saved:,.0f} s, {tokens:,} prompt tokens not computed"),
+        ("written", written),
+    ]
 
 
 def _store(sample: Sample) -> list[tuple[str, str | Text]]:
