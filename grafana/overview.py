@@ -7,6 +7,7 @@ from grafana_foundation_sdk.models.common import BigValueTextMode
 
 from vllm_ssdkv.grafana.panels import (
     BAD,
+    EACH_DEVICE,
     SECONDS_PER_S,
     TOKENS_PER_S,
     WARN,
@@ -44,6 +45,7 @@ def overview() -> Dashboard:
         )
     )
     _numbers(board)
+    _worth(board)
     _requests(board)
     _tiers(board)
     _trouble(board)
@@ -73,18 +75,6 @@ def _numbers(board: Dashboard) -> None:
             (_FULL, "in use"),
         ),
         number(
-            "Tokens restored",
-            "Prompt tokens that were not computed, since the start.",
-            "short",
-            (total(ours("hit_tokens_total")), "tokens"),
-        ),
-        number(
-            "Time saved",
-            "Estimated time to first token that requests were spared, less what was lost.",
-            "s",
-            (f"{total(ours('seconds_saved_total'))} - {total(ours('seconds_lost_total'))}", "s"),
-        ),
-        number(
             "In force",
             "Mode, I/O engine and selector of each engine.",
             "none",
@@ -93,6 +83,42 @@ def _numbers(board: Dashboard) -> None:
                 "{{mode}}, {{io_engine}}, {{selector}}",
             ),
             BigValueTextMode.NAME,
+        ),
+    ):
+        board.with_panel(panel)
+
+
+def _worth(board: Dashboard) -> None:
+    """Gains of the store, and their price in writes."""
+    board.with_row(row("Worth it?"))
+    written = total(stored("wear_bytes"), *EACH_DEVICE)
+    used = total(stored("wear_used"), *EACH_DEVICE)
+    daily = total(f"increase({stored('bytes_written_total')}[1d])", *EACH_DEVICE)
+    for panel in (
+        number(
+            "Time saved",
+            "Estimated time to first token that requests were spared, less what was lost.",
+            "s",
+            (f"{total(ours('seconds_saved_total'))} - {total(ours('seconds_lost_total'))}", "s"),
+        ),
+        number(
+            "Prompt tokens not computed",
+            "Prompt tokens that were read from the store, since the start.",
+            "short",
+            (total(ours("hit_tokens_total")), "tokens"),
+        ),
+        number(
+            "Written a day",
+            "Bytes written to all drives in the last 24 hours.",
+            "decbytes",
+            (total(f"increase({stored('bytes_written_total')}[1d])"), "bytes"),
+        ),
+        number(
+            "Drive life left",
+            "Years until the first drive has used up its endurance at the rate of the last 24 "
+            "hours. Empty without the option `tbw`.",
+            "none",
+            (f"min(({written} / ({used} > 0) - {written}) / ({daily} > 0)) / 365", "years"),
         ),
     ):
         board.with_panel(panel)
