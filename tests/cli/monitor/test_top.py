@@ -61,7 +61,7 @@ def test_one_sample_for_people() -> None:
         "75.0% of 8 frames, 2 not yet written",
         "checksum_failures 2",
         "96 s, 3,150 prompt tokens not computed",
-        " a day at this rate; drives last 2.",
+        " a day at this rate; drives last ",
     ):
         assert text in result.stdout
     (row,) = [line.split() for line in result.stdout.splitlines() if line.startswith("/a")]
