@@ -349,7 +349,7 @@ def _own_index(directory: Path, geometry: SlotGeometry) -> Iterator[SlotIndex]:
     config = SSDKVConfig.from_extra_config(
         {"devices": [{"path": str(directory), "capacity": "64MiB"}], "dram_gib": "64MiB"}
     )
-    place = StorePlace(config, geometry, Fingerprint({"bench": 0}), 1)
+    place = StorePlace(config, [geometry], Fingerprint({"bench": 0}))
     opened = open_rank(place, 0, Counters())
     index, rebalancer = open_index(place, Counters())
     try:

@@ -98,7 +98,7 @@ class LiveStore:
                 "io": {"staging": MIN_STAGING},  # which whole slots do not need
             }
         )
-        place = StorePlace(config, geometry, Fingerprint({"model": "bench_ssds"}), 1)
+        place = StorePlace(config, [geometry], Fingerprint({"model": "bench_ssds"}))
         self.counters = Counters()
         self._opened = open_rank(place, 0, self.counters)
         self._index, self._rebalancer = open_index(place, self.counters)

@@ -169,7 +169,7 @@ class PagedDecoder:
         )
         directory.mkdir(parents=True, exist_ok=True)
         identity = Fingerprint({"model": type(model).__name__, "layers": self._layers})
-        make = functools.partial(StorePlace, geometry=geometry, fingerprint=identity, tp_size=1)
+        make = functools.partial(StorePlace, geometries=[geometry], fingerprint=identity)
         needed = make(config).capacity_for(room.blocks if self.pages else 1)
         where: dict[str, object] = {"state_dir": str(directory)}
         if not config.nodes:

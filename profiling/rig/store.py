@@ -103,7 +103,7 @@ class StoreRig:
             BenchError: it has fewer slots than blocks.
         """
         self.geometry, self.epoch = geometry, 0
-        place = StorePlace(config, geometry, Fingerprint({"bench": name}), 1)
+        place = StorePlace(config, [geometry], Fingerprint({"bench": name}))
         self.opened = open_rank(place, 0, Counters())
         if self.opened.num_slots < blocks:
             raise BenchError(f"the store has {self.opened.num_slots} slots, not {blocks}")

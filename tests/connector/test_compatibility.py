@@ -57,6 +57,17 @@ def test_engines_that_only_store_or_cut_steps(configs: dict[str, VllmConfig]) ->
     assert "--enable-dbo" in refusal(configs["page"], parallel_config__enable_dbo=True)
 
 
+@pytest.mark.parametrize(("way", "given"), [("nodes", ("unix:///node",)), ("tier", "one")])
+def test_pipelines_have_a_store_of_their_own(
+    configs: dict[str, VllmConfig], way: str, given: object
+) -> None:
+    config = copy.deepcopy(configs["reuse"])
+    config.parallel_config.pipeline_parallel_size = 2
+    check_engine(SSDKVConfig(), config)
+    with pytest.raises(UnsupportedError, match=f"with the option {way}: .* or leave {way} out"):
+        check_engine(SSDKVConfig().model_copy(update={way: given}), config)
+
+
 def test_hashes_of_parts_of_blocks(configs: dict[str, VllmConfig]) -> None:
     """Keys are hashes of blocks, by their numbers."""
     text = refusal(configs["page"], cache_config__prefix_match_unit=4)
@@ -310,7 +321,7 @@ def test_vllms_own_offloading_is_a_way_out_where_there_is_any(
     pipeline = {"parallel_config__pipeline_parallel_size": 2}
     assert TIER not in refusal(configs["page"], **pipeline)  # vLLM's CPU build has none
     monkeypatch.setattr(obstacle, "vllm_offloads", lambda: True)
-    assert f"use --tensor-parallel-size, or {TIER}" in refusal(configs["page"], **pipeline)
+    assert f'use mode "reuse", or {TIER}' in refusal(configs["page"], **pipeline)
     groups: Any = [
         SimpleNamespace(kv_cache_spec=spec) for spec in (SPEC, replace(SPEC, block_size=32))
     ]

@@ -27,7 +27,7 @@ from vllm_ssdkv.connector.model_layout import directory_name, fingerprint, kv_la
 from vllm_ssdkv.connector.worker.block_comparison import element_type
 
 ENGINE: Any = SimpleNamespace(
-    parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
     speculative_config=None,
     model_config=SimpleNamespace(
         model="m", revision=None, dtype=torch.float16, get_num_attention_heads=lambda _: 4

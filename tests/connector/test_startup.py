@@ -97,7 +97,7 @@ def test_a_scheduler_that_does_not_start_lets_go_of_the_store(
     spec = FullAttentionSpec(**shape, dtype=torch.float32)
     caches = KVCacheConfig(8, [], [KVCacheGroupSpec(["layer"], spec)])
     options = SSDKVConfig.from_extra_config(vllm.kv_transfer_config.kv_connector_extra_config)
-    place = startup._identify(options, vllm, caches).place
+    place = startup._identify(options, vllm, caches, of_worker=False).place
     place.prepare()
     place.manifest()
     place.tell_weights(0, bytes(16))

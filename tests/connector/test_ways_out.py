@@ -153,11 +153,12 @@ NO_WAY: dict[str, Mapping[str, Any]] = {WITHOUT_US: GONE}
 CASES = {
     "pipeline": Case(
         "llama",
-        "--pipeline-parallel-size must be 1",
+        "--pipeline-parallel-size must be 1 in mode page",
         {
             "use --tensor-parallel-size": {
                 "settings": {"parallel_config__pipeline_parallel_size": 1}
-            }
+            },
+            **REUSE_ALONE,
         },
         settings={"parallel_config__pipeline_parallel_size": 2},
     ),

@@ -162,8 +162,8 @@ def test_wrong_options_are_refused_in_our_words(given: dict[str, Any], model: Pa
 
 
 def test_settings_that_do_not_go_together_are_refused(model: Path) -> None:
-    with pytest.raises(UnsupportedError, match="--pipeline-parallel-size must be 1"):
-        create(model, transfer(), pipeline_parallel_size=2)
+    with pytest.raises(UnsupportedError, match="--pipeline-parallel-size must be 1 in mode page"):
+        create(model, transfer(mode="page"), pipeline_parallel_size=2)
 
 
 def test_what_is_not_known_yet_is_not_refused(model: Path) -> None:

@@ -79,7 +79,7 @@ class Victim:
         # Rewrites of the journal must be among the moments of a kill.
         vars(opening)["Journal"] = functools.partial(Journal, slack_records=64)
         geometry = replace(GEOMETRY, encrypted=encrypted)
-        place = StorePlace(config, geometry, Fingerprint({"model": "none"}), 1)
+        place = StorePlace(config, [geometry], Fingerprint({"model": "none"}))
         self.counters = Counters()
         self.opened: OpenStore = open_rank(place, 0, self.counters)
         self.index: SlotIndex

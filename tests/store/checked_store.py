@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,12 +29,18 @@ def check(store: FilledStore, *, mend: bool = False) -> Report:
         return found.report
 
 
-def make(root: Path, devices: int = 2, *, encrypted: bool = False) -> FilledStore:
+def make(
+    root: Path,
+    devices: int = 2,
+    *,
+    encrypted: bool = False,
+    **others: Any,  # noqa: ANN401 - any field
+) -> FilledStore:
     paths = tuple(root / f"ssd{i}" for i in range(devices))
     state = root / "state"
     for path in (*paths, state):
         path.mkdir(mode=0o700)
-    store = FilledStore(paths, state, SLOTS, encrypted=encrypted)
+    store = FilledStore(paths, state, SLOTS, encrypted=encrypted, **others)
     store.fill()
     return store
 

@@ -35,6 +35,7 @@ from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
 from vllm_ssdkv.store.placement.placement import Placement, placement_of
 from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 from vllm_ssdkv.store.read.load_job import LoadJob
+from vllm_ssdkv.store.tiered_store import TieredStore
 
 GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=1, payload_bytes=8000)
 """Pages with padding, a header with unused bytes."""
@@ -63,6 +64,9 @@ class FilledStore:
     replicas: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     """That go before those here. ``state_dir`` None: it is on the first device."""
+    capacity: int = 16 << 20
+    stages: tuple[SlotGeometry, ...] = ()
+    """Slots of each rank in mode ``reuse``, where some are larger than others."""
 
     @property
     def geometry(self) -> SlotGeometry:
@@ -72,8 +76,10 @@ class FilledStore:
     def place(self) -> StorePlace:
         config = SSDKVConfig.from_extra_config(
             {
-                "mode": "page",
-                "devices": [{"path": d, "capacity": "16MiB", "weight": 1} for d in self.devices],
+                "mode": "reuse" if self.stages else "page",
+                "devices": [
+                    {"path": d, "capacity": self.capacity, "weight": 1} for d in self.devices
+                ],
                 "replicas": self.replicas,
                 "state_dir": self.state,
                 "dram_gib": "16MiB",
@@ -82,25 +88,29 @@ class FilledStore:
             }
             | self.options
         )
-        return StorePlace(config, self.geometry, MODEL, self.ranks, model="some/model")
+        geometries = self.stages or (self.geometry,) * self.ranks
+        return StorePlace(config, geometries, MODEL, model="some/model")
 
     @property
     def placement(self) -> Placement:
+        return self.placement_of(0)
+
+    def placement_of(self, rank: int) -> Placement:
         try:
             manifest = Manifest.load(self.state)
         except FormatError:
             manifest = Manifest.load_copy(self.state)
         assert manifest is not None
-        return placement_of(manifest)
+        return placement_of(manifest, rank)
 
     def data(self, device: int, rank: int) -> Path:
         path = self.devices[device]
         return path if path.is_block_device() else path / f"rank{rank}.data"
 
-    def at(self, slot: int, offset: int, copy: int = 0) -> tuple[int, int]:
+    def at(self, slot: int, offset: int, copy: int = 0, rank: int = 0) -> tuple[int, int]:
         """Device and offset in its data files of one byte of a slot."""
         start = offset // PAGE_ALIGN * PAGE_ALIGN
-        extents = self.placement.copies(array([slot]), start, PAGE_ALIGN)[copy]
+        extents = self.placement_of(rank).copies(array([slot]), start, PAGE_ALIGN)[copy]
         assert extents is not None
         return int(extents.device[0]), int(extents.offset[0]) + offset - start
 
@@ -153,10 +163,11 @@ class FilledStore:
 class _Rank:
     def __init__(self, place: StorePlace, rank: int):
         self.rank = rank
-        self.geometry = place.geometry
+        self.geometry = place.geometries[rank]
         self.opened = open_rank(place, rank, Counters())
         opened = self.opened
-        self.store = ContextStore(
+        kind = ContextStore if self.geometry.kind == "paged" else TieredStore
+        self.store = kind(
             opened.files, opened.arena, opened.plan, opened.num_slots, BLOCK_TOKENS, self._copy_in
         )
         self.hbm: dict[int, Bytes] = {}
@@ -167,7 +178,7 @@ class _Rank:
 
     def _copy_in(self, frames: np.ndarray, block_ids: Slots) -> None:
         for frame, block in zip(frames.tolist(), block_ids.tolist(), strict=True):
-            self.hbm[block] = self._pages(frame)[:, : GEOMETRY.payload_bytes].copy()
+            self.hbm[block] = self._pages(frame)[:, : self.geometry.payload_bytes].copy()
 
     def write(self, slots: Slots, epochs: Slots, keys: list[bytes]) -> None:
         for frame, slot in zip(
@@ -175,7 +186,9 @@ class _Rank:
         ):
             pages = self._pages(int(frame))
             pages[:] = 0xEE
-            pages[:, : GEOMETRY.payload_bytes] = content(GEOMETRY, name_of(slot, self.rank))
+            pages[:, : self.geometry.payload_bytes] = content(
+                self.geometry, name_of(slot, self.rank)
+            )
         self.store.flush(slots, epochs, keys)
         assert self.store.drain(PATIENCE_S)
         durable, failed = self.store.take_write_results()
@@ -192,7 +205,7 @@ class _Rank:
         )
         assert outcomes == [True]
         for slot in slots.tolist():
-            expected = content(GEOMETRY, name_of(slot, self.rank))
+            expected = content(self.geometry, name_of(slot, self.rank))
             np.testing.assert_array_equal(self.hbm[slot + 1], expected)
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ def place(paths: list[Path], fingerprint: Fingerprint = MODEL, **options: Any) -
     run = options.pop("run", "")
     config = SSDKVConfig.from_extra_config(chosen | options)
     geometry = PAGED if config.encryption is None else PAGED_ENCRYPTED
-    return StorePlace(config, geometry, fingerprint, tp_size, replica, run=run)
+    return StorePlace(config, [geometry] * tp_size, fingerprint, replica, run=run)
 
 
 @contextmanager

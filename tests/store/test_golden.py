@@ -508,6 +508,8 @@ def test_manifest_as_documented(name: str) -> None:
             for name, kind in members.items()
             if name.startswith(prefix) and "." not in name.removeprefix(prefix)
         }
+        if not prefix and "shapes" not in content:
+            del expected["shapes"]
         if prefix == "segments[]." and "rule" not in content:
             del expected["rule"]
         assert content.keys() == expected.keys()

@@ -70,7 +70,7 @@ class Run:
             options |= {"selector": "bounds", "sparse": {"budget": 0.1, "page_cache": "1MiB"}}
         self.config = SSDKVConfig.from_extra_config(options)
         fingerprint = Fingerprint({"model": "golden run"})
-        self.place = StorePlace(self.config, geometry, fingerprint, 1, model="golden/run")
+        self.place = StorePlace(self.config, [geometry], fingerprint, model="golden/run")
         self.counters = Counters()
         self.copied: dict[int, NDArray[np.uint8]] = {}
         with ExitStack() as stack:

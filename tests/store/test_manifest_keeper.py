@@ -16,7 +16,7 @@ from vllm_ssdkv.store.manifest_keeper import ManifestKeeper
 
 def saved(state: Path) -> Manifest:
     """A new store's, in this directory."""
-    manifest = Manifest.create(Fingerprint({"model": "tiny"}), PAGED, 1)
+    manifest = Manifest.create(Fingerprint({"model": "tiny"}), [PAGED])
     manifest.devices = [ManifestDevice(path=str(state), capacity=1, weight=1, files=[""])]
     manifest.numbers = 1
     manifest.save(state)

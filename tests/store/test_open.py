@@ -525,4 +525,4 @@ def test_the_geometry_must_be_that_of_the_options(tmp_path: Path) -> None:
     option = key_file(tmp_path / "k", bytes(range(32)))
     config = SSDKVConfig.from_extra_config({"devices": [tmp_path], "encryption": option})
     with pytest.raises(ValueError, match="encrypted slots: False"):
-        StorePlace(config, PAGED, MODEL, 1)
+        StorePlace(config, [PAGED], MODEL)

@@ -113,7 +113,7 @@ class Store:
             options["encryption"] = {"key_file": str(root / "key")}
         config = SSDKVConfig.from_extra_config(options)
         geometry = replace(GEOMETRY, encrypted=encrypted, summary_pages=tail)
-        self.place = StorePlace(config, geometry, Fingerprint({"model": "none"}), 1)
+        self.place = StorePlace(config, [geometry], Fingerprint({"model": "none"}))
         self.counters = Counters()
         self.opened = open_rank(self.place, 0, self.counters)
         self.index, self.rebalancer = open_index(self.place, self.counters)
@@ -461,7 +461,7 @@ class StoreMachine(RuleBasedStateMachine):
         self, picks: Sequence[int], at: int, bits: int, copies: Sequence[int], walk: bool
     ) -> None:
         """In the same place of some slots, header, page or padding; then read them."""
-        at %= self.store.place.geometry.slot_bytes
+        at %= self.store.place.geometries[0].slot_bytes
         self.store.settle()
         for name in self.some(picks):
             slot = self.store.index.lookup([key_of(name)])

@@ -49,7 +49,7 @@ def check_engine(config: SSDKVConfig, vllm_config: VllmConfig, *, complete: bool
         UnsupportedError: every problem found, one per line, each with its way out.
     """
     in_reuse = list(obstacles_to_reuse(vllm_config))
-    found = list(_engine(vllm_config))
+    found = list(_engine(config, vllm_config))
     if config.mode == "page":
         found += _page_mode(config, vllm_config)
     else:
@@ -86,13 +86,18 @@ def refusal_of_layer(
     return Obstacle(problem, ways).error(in_reuse)
 
 
-def _engine(vllm_config: VllmConfig) -> Iterator[Obstacle]:
-    """Settings that no mode serves."""
+def _engine(config: SSDKVConfig, vllm_config: VllmConfig) -> Iterator[Obstacle]:
+    """Settings that no mode serves, or no store that is elsewhere."""
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
-        yield Obstacle(
-            "--pipeline-parallel-size must be 1", ("use --tensor-parallel-size",), offloaded=True
-        )
+        for given, where, way in (
+            (config.mode == "page", "in mode page", REUSE),
+            (config.nodes, "with the option nodes", "leave nodes out"),
+            (config.tier, "with the option tier", "leave tier out"),
+        ):
+            if given:
+                text = f"--pipeline-parallel-size must be 1 {where}"
+                yield Obstacle(text, ("use --tensor-parallel-size", way), offloaded=True)
     for flag, size in (
         ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
         ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size),

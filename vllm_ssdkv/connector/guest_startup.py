@@ -25,7 +25,7 @@ def _open(tier: str, place: StorePlace, rank: int) -> Tier:
     guest = TIERS.resolve(tier)
     try:
         opened: Tier = guest(
-            f"{place.fingerprint.digest.hex()[:32]}r{rank}", place.geometry.frame_bytes
+            f"{place.fingerprint.digest.hex()[:32]}r{rank}", place.geometries[rank].frame_bytes
         )
     except Exception as error:
         raise StoreError(f"tier: {tier} cannot be opened: {error}") from error
@@ -40,8 +40,12 @@ def open_guest_store(
     Raises:
         StoreError: see :func:`_open`, or there is no memory.
     """
-    guest, counters, nbytes = _open(tier, place, rank), place.counters, place.geometry.frame_bytes
-    dram = config.dram_bytes(place.tp_size)
+    guest, counters, nbytes = (
+        _open(tier, place, rank),
+        place.counters,
+        place.geometries[rank].frame_bytes,
+    )
+    dram = config.dram_bytes(place.ranks)
     store = GuestStore(guest, nbytes, counters, dram, config.io.deadline)
     tell = functools.partial(tell_weights, guest, f"{place.run} rank {rank}", nbytes)
     return GuestRank(store, counters, rank), tell
@@ -56,11 +60,11 @@ def open_guest_index(
     Raises:
         StoreError: see :func:`_open`, or a rank has not told of its weights.
     """
-    ranks = range(place.tp_size)
+    ranks = range(place.ranks)
     guests = [_open(tier, place, rank) for rank in ranks]
     index = GuestIndex(guests, place.counters)
     stack.callback(index.close)
-    nbytes = place.geometry.frame_bytes
+    nbytes = place.geometries[0].frame_bytes
     weights = [take_weights(guests[rank], f"{place.run} rank {rank}", nbytes) for rank in ranks]
     way_out = "find out why this engine computes otherwise than what the tier has, and start again"
     return SchedulerStore.elsewhere(config, index, place.counters, way_out), weights

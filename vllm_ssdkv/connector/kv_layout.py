@@ -28,7 +28,8 @@ class KVLayout:
     head_size: int
     dtype: torch.dtype
     geometry: SlotGeometry
-    tp_size: int
+    ranks: int
+    """Number of ranks: tensor-parallel ones of all pipeline stages."""
     num_blocks: int
     """Number of blocks in HBM."""
     overlaid: tuple[tuple[str, ...], ...] = ()

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import vllm
+from vllm.distributed.utils import get_pp_indices
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -195,6 +197,7 @@ def kv_layout(
         geometry = SlotGeometry("opaque", len(names), 1, 1, spec.page_size_bytes)
     if config.encryption is not None:
         geometry = replace(geometry, encrypted=True)
+    parallel = vllm_config.parallel_config
     chain = next((one for one in specs if isinstance(one, FullAttentionSpec)), spec)
     return KVLayout(
         names,
@@ -203,7 +206,7 @@ def kv_layout(
         spec.head_size,
         spec.dtype,
         geometry,
-        vllm_config.parallel_config.tensor_parallel_size,
+        parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
         kv_cache_config.num_blocks,
         tuple(others for others in layers if others is not names),
         kv_cache_config.has_mamba_layers,
@@ -247,24 +250,32 @@ def fingerprint(
     Weights and settings are in the keys (:class:`BlockKeys`), tokens, salts and media in vLLM's
     block hashes.
     """
+    parallel, layers = vllm_config.parallel_config, len(layout.layer_names)
+    stages = parallel.pipeline_parallel_size
+    if stages > 1:  # a stage knows its own layers with KV only
+        layers = vllm_config.model_config.get_total_num_hidden_layers()
     fields: dict[str, str | int] = {
         "kv_dtype": str(layout.dtype),
         "cache_dtype": layout.cache_dtype,
-        "layers": len(layout.layer_names),
+        "layers": layers,
         "kv_heads_per_rank": layout.kv_heads,
         "head_size": layout.head_size,
         "block_size": layout.block_tokens,
         "slot": layout.geometry.kind,
         "page_bytes": layout.geometry.payload_bytes,
-        "tp_size": layout.tp_size,
+        "tp_size": parallel.tensor_parallel_size,
     }
+    if stages > 1:
+        begins = [get_pp_indices(layers, stage, stages)[0] for stage in range(stages)]
+        fields["stages"] = f"from layers {' '.join(map(str, begins))}"
     groups = kv_cache_config.kv_cache_groups
     if len(groups) > 1:
         # Which of a slot's layers are whose, and which keys are of which group.
         specs = _group_specs(kv_cache_config)
         sizes = {spec.block_size for spec in specs}
         fields["groups"] = "; ".join(
-            _group_identity(group, spec) + (f", blocks of {spec.block_size}" * (len(sizes) > 1))
+            _group_identity(group, spec, stages)
+            + (f", blocks of {spec.block_size}" * (len(sizes) > 1))
             for group, spec in zip(groups, specs, strict=True)
         )
     draft = vllm_config.speculative_config
@@ -297,11 +308,13 @@ def cache_dtype(vllm_config: VllmConfig) -> str:
     return "auto" if named == own else named
 
 
-def _group_identity(group: KVCacheGroupSpec, spec: KVCacheSpec) -> str:
+def _group_identity(group: KVCacheGroupSpec, spec: KVCacheSpec, stages: int) -> str:
     if isinstance(spec, MambaSpec):
         held = f"state {spec.mamba_type.name} of {spec.shapes} {spec.dtypes}"
     else:
         held = f"window {getattr(spec, 'sliding_window', None)}"
+    if stages > 1:  # which know their own layers only: other releases may share them out otherwise
+        return f"layers by vLLM {vllm.__version__}, {held}"
     names = hashlib.blake2b("\n".join(group.layer_names).encode(), digest_size=8).hexdigest()
     return f"{len(group.layer_names)} layers {names}, {held}"
 

@@ -44,9 +44,9 @@ def peers_of(
     """
     spec = StoreSpec(
         dict(place.fingerprint.fields),
-        place.geometry.layers,
-        place.geometry.payload_bytes,
-        place.tp_size,
+        place.geometries[0].layers,
+        place.geometries[0].payload_bytes,
+        place.ranks,
         layout.block_tokens,
         as_name(place.model),
         as_name(place.name),

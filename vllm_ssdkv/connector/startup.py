@@ -83,11 +83,30 @@ class _Identity:
     """Drives of nodes, in page mode."""
 
 
+def _layout(
+    config: SSDKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, of_worker: bool
+) -> tuple[KVLayout, Sequence[SlotGeometry]]:
+    """Layout of this process's KV, and the geometry of every rank's slots. Workers of a pipeline
+    tell each other; its scheduler knows the first stage only, and asks the store later.
+
+    Raises:
+        UnsupportedError: a worker's KV cannot be stored.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size == 1 or not of_worker:
+        layout = kv_layout(config, vllm_config, kv_cache_config)
+        return layout, [layout.geometry] * layout.ranks
+    from vllm_ssdkv.connector.worker.pipeline import of_all_stages
+
+    layout, stages = of_all_stages(lambda: kv_layout(config, vllm_config, kv_cache_config))
+    return layout, [one for one in stages for _ in range(parallel.tensor_parallel_size)]
+
+
 def _identify(
-    config: SSDKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    config: SSDKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, of_worker: bool
 ) -> _Identity:
     check_engine(config, vllm_config)
-    layout = kv_layout(config, vllm_config, kv_cache_config)
+    layout, geometries = _layout(config, vllm_config, kv_cache_config, of_worker=of_worker)
     identity = fingerprint(config, vllm_config, layout, kv_cache_config)
     parallel = vllm_config.parallel_config
     replica = replica_of(parallel)
@@ -101,9 +120,7 @@ def _identify(
         from vllm_ssdkv.connector.node_startup import drives_of_nodes
 
         config, drives = drives_of_nodes(config, run, model)
-    place = StorePlace(
-        config, layout.geometry, identity, layout.tp_size, replica, model=model, run=run, name=name
-    )
+    place = StorePlace(config, geometries, identity, replica, model=model, run=run, name=name)
     return _Identity(layout, identity, place, drives)
 
 
@@ -131,11 +148,12 @@ def open_worker(
     Raises:
         SSDKVError: see the modules that check; the text names the way out.
     """
-    from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
-    found = _identify(config, vllm_config, kv_cache_config)
+    found = _identify(config, vllm_config, kv_cache_config, of_worker=True)
     _check_backend(config, vllm_config, kv_cache_config)
-    rank = int(get_tensor_model_parallel_rank())
+    tensor = vllm_config.parallel_config.tensor_parallel_size
+    rank = int(get_pp_group().rank_in_group * tensor + get_tensor_model_parallel_rank())
     if vllm_config.device_config.device_type == "cpu":
         request_amx(found.place.counters)
     with ExitStack() as stack:
@@ -318,7 +336,7 @@ def open_scheduler(
         ConfigError: page mode, and the store cannot hold one request of the maximum length.
         SSDKVError: see the modules that check.
     """
-    found = _identify(config, vllm_config, kv_cache_config)
+    found = _identify(config, vllm_config, kv_cache_config, of_worker=False)
     transfer = vllm_config.kv_transfer_config
     if transfer.kv_load_failure_policy != RECOMPUTE:
         # vLLM reads the policy after this constructor. Its default ends requests whose load
@@ -352,7 +370,7 @@ def open_scheduler(
         engine = EngineFacts(
             found.layout.block_tokens,
             max_model_len,
-            found.layout.tp_size,
+            found.layout.ranks,
             Speculation.of(vllm_config, found.layout.block_tokens),
             finds=reuses and transfer.is_kv_consumer,
             stores=reuses and transfer.is_kv_producer,
@@ -367,7 +385,7 @@ def open_scheduler(
             always=config.mode == "page" or config.load == "always",
             block_tokens=found.layout.block_tokens,
             chunk_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-            ranks=found.layout.tp_size,
+            ranks=found.layout.ranks,
             counters=store.counters,
         )
         seats = AdmissionSlots(vllm_config.scheduler_config)
@@ -532,7 +550,7 @@ def _summary(config: SSDKVConfig, found: _Identity, store: Sequence[str]) -> str
     lines = [
         f"mode {config.mode}, selector {config.selector}{window}, blocks of "
         f"{layout.block_tokens} tokens in {approximate_size(layout.geometry.slot_bytes)} per rank, "
-        f"{layout.tp_size} rank(s), fingerprint {found.fingerprint.digest.hex()[:12]}",
+        f"{layout.ranks} rank(s), fingerprint {found.fingerprint.digest.hex()[:12]}",
         *store,
     ]
     return "SSDKV\n" + "\n".join(f"  {line}" for line in lines)

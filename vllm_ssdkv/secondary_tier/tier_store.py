@@ -111,9 +111,8 @@ def open_tier_store(
     model = vllm_config.model_config
     place = StorePlace(
         config,
-        geometry,
+        [geometry],
         fingerprint,
-        1,
         replica_of(spec.config.parallel),
         model=str(model.model),
         name=directory_name(str(model.model), model.revision),

@@ -48,6 +48,7 @@ from vllm_ssdkv.store.format.slot_geometry import (
     SUPERBLOCK_BYTES,
     SlotGeometry,
     round_up,
+    with_equal_units,
 )
 from vllm_ssdkv.store.format.superblock import KEY_ID_BYTES, data_file_path
 from vllm_ssdkv.store.index.journal import Journal, journal_bytes
@@ -85,9 +86,8 @@ class StorePlace:
     def __init__(
         self,
         config: SSDKVConfig,
-        geometry: SlotGeometry,
+        geometries: Sequence[SlotGeometry],
         fingerprint: Fingerprint,
-        tp_size: int,
         replica: int | None = None,
         model: str = "",
         run: str = "",
@@ -95,9 +95,8 @@ class StorePlace:
     ):
         """Args:
         config: The options.
-        geometry: Shape of the slots.
+        geometries: Shape of the slots of each rank.
         fingerprint: What the KV belongs to.
-        tp_size: Number of ranks.
         replica: Number of this data-parallel engine, which has directories of its own.
         model: Its name, for people who look at the store.
         run: What all processes of this engine, and no others, have in common: the first of them
@@ -109,20 +108,20 @@ class StorePlace:
 
         Raises:
             ConfigError: the key cannot be had.
-            ValueError: the geometry is not that of the option ``encryption``.
+            ValueError: a geometry is not that of the option ``encryption``.
         """
         named = fingerprint.digest + name.encode()
         key = hashlib.blake2b(named, digest_size=8).hexdigest() if name else named.hex()[:16]
         below = "" if replica is None else f"dp{replica}"
         self.config = config
-        self.geometry = geometry
+        self.geometries = with_equal_units(geometries)
         self.fingerprint = fingerprint
-        self.tp_size = tp_size
         self.run = run or str(uuid4())
         self.model, self.name = model, name
         self.key = None if config.encryption is None else _key(config.encryption)
-        if geometry.encrypted != (self.key is not None):
-            raise ValueError(f"geometry of encrypted slots: {geometry.encrypted}")
+        for geometry in geometries:
+            if geometry.encrypted != (self.key is not None):
+                raise ValueError(f"geometry of encrypted slots: {geometry.encrypted}")
         self.counters = Counters()
         self.paths = tuple(str(Path(p) / below) for p in config.device_paths(key))
         default = config.state_path(key) / below
@@ -153,9 +152,14 @@ class StorePlace:
 
     def capacity_for(self, slots: int) -> int:
         """Bytes that so many slots need on all devices and ranks together, roughly."""
-        slot = self.geometry.units_per_slot * self.geometry.unit_bytes
-        data = len(self.paths) * SUPERBLOCK_BYTES + slots * slot * self.config.replicas
-        return data * self.tp_size + 2 * journal_bytes(slots) + STATE_SLACK
+        slot = sum(one.units_per_slot * one.unit_bytes for one in self.geometries)
+        data = self.ranks * len(self.paths) * SUPERBLOCK_BYTES + slots * slot * self.config.replicas
+        return data + 2 * journal_bytes(slots) + STATE_SLACK
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.geometries)
 
     def manifest(self) -> Manifest:
         """The store's manifest, made if there is none, with today's devices. Blocks on I/O.
@@ -170,9 +174,7 @@ class StorePlace:
             location = self._locate()
             found = location.manifest
             if found is None:
-                found = Manifest.create(
-                    self.fingerprint, self.geometry, self.tp_size, self.model, self.key_id
-                )
+                found = Manifest.create(self.fingerprint, self.geometries, self.model, self.key_id)
             found.check(self.fingerprint)
             found.check_key(self.key_id)
             if found.run != self.run:
@@ -212,14 +214,14 @@ class StorePlace:
             UnsupportedError: they are encrypted, and there is no libcrypto.
             StoreError: there is no store yet (see :meth:`manifest`).
         """
-        digest = self.fingerprint.digest
+        digest, geometry = self.fingerprint.digest, self.geometries[rank]
         if self.key is None:
             sampler = PageSampler(self.config.io.verify)
-            return ChecksumCodec(self.geometry, digest, rank, arena, sampler)
+            return ChecksumCodec(geometry, digest, rank, arena, sampler)
         from vllm_ssdkv.store.integrity.cipher import CipherCodec
 
         slots_key = self.key.slots(UUID(self.stored().store), rank)
-        return CipherCodec(self.geometry, digest, rank, arena, slots_key)
+        return CipherCodec(geometry, digest, rank, arena, slots_key)
 
     def _locate(self) -> Location:
         """The manifest that counts; nothing is changed yet."""
@@ -270,7 +272,7 @@ class StorePlace:
         from vllm_ssdkv.store.devices.manifest_from_superblocks import rebuilt
 
         try:
-            found = rebuilt(self.paths, self.fingerprint, self.geometry, self.tp_size, self.key_id)
+            found = rebuilt(self.paths, self.fingerprint, self.geometries, self.key_id)
         except StoreError as error:
             raise FormatError(f"{damage}; nor can it be made from superblocks: {error}") from error
         logger.error(
@@ -289,7 +291,7 @@ class StorePlace:
         """
         with locked(self.state):
             manifest = self.stored()
-            told = manifest.model_digests or [""] * self.tp_size
+            told = manifest.model_digests or [""] * self.ranks
             told[rank] = digest.hex()
             manifest.model_digests = told
             manifest.save(self.state)
@@ -320,6 +322,8 @@ class StorePlace:
                 )
             manifest.bound_to = dict(now.fields)
             manifest.save(self.state)
+        # The scheduler of a pipeline knows its first stage only; workers have told of all.
+        self.geometries = manifest.geometries
         return [bytes.fromhex(digest) for digest in told]
 
     def suspend(self, reason: str) -> None:
@@ -448,14 +452,14 @@ def open_rank(
     """
     place.prepare()
     manifest = place.manifest()
-    geometry = place.geometry
-    placement = placement_of(manifest)
+    geometry = place.geometries[rank]
+    placement = placement_of(manifest, rank)
     choice = sparse_memory(place.config, manifest.numbers, contexts, hbm_summaries)
     plan = MemoryPlan.of(
         geometry,
-        place.config.dram_bytes(place.tp_size),
+        place.config.dram_bytes(place.ranks),
         place.config.io.staging,
-        most_bytes=place.config.most_dram_bytes(place.tp_size),
+        most_bytes=place.config.most_dram_bytes(place.ranks),
         scrub=place.config.io.scrub_rate is not None
         or (remote is not None and place.config.replicas > 1),
         choice=choice if geometry.summary_pages else None,
@@ -473,7 +477,7 @@ def open_rank(
             [d.fd for d in opened],
             paths,
             arena,
-            joined=place.geometry.summary_pages > 0,  # segments may be cut at heads
+            joined=geometry.summary_pages > 0,  # segments may be cut at heads
             base=None
             if remote is None
             else remote.open_engine(_volumes(opened, paths, placement), arena),
@@ -537,7 +541,7 @@ def _open_devices(
 ) -> tuple[OpenDevice, ...]:
     """This rank's data files, locked and claimed; ``stack`` closes those that were opened, should
     a later one fail. Those of remote devices end behind their superblocks."""
-    placement, present = placement_of(manifest), manifest.present()
+    placement, present = placement_of(manifest, rank), manifest.present()
     opened: list[OpenDevice] = []
     for index, entry in enumerate(present):
         size = placement.device_bytes(index) if remote is None else SUPERBLOCK_BYTES
@@ -621,7 +625,7 @@ def _claim(place: StorePlace, device: OpenDevice, index: int, rank: int) -> bool
             store=UUID(manifest.store),
             known=known,
             rank=rank,
-            geometry=place.geometry,
+            geometry=place.geometries[rank],
             fingerprint=place.fingerprint,
             key_id=place.key_id or bytes(KEY_ID_BYTES),
             renamed=renamed,
@@ -720,10 +724,9 @@ def _growth(
     """Growth of a store that is smaller than it may be."""
     whole = division_of(manifest, place.state, replicas=place.config.replicas)
     devices = [Path(device.path) for device in manifest.devices]
+    ranks, geometries = range(manifest.tp_size), manifest.geometries
     spaces = [
-        DataFileSpace(
-            [data_file_path(path, rank) for rank in range(manifest.tp_size)], manifest.store
-        )
+        DataFileSpace([data_file_path(path, rank) for rank in ranks], manifest.store)
         for path in devices
     ]
 
@@ -734,8 +737,8 @@ def _growth(
 
     def reserve(segment: Segment) -> None:
         for extent in segment.extents:
-            nbytes = SUPERBLOCK_BYTES + extent.end * place.geometry.unit_bytes
-            spaces[extent.device].reserve(round_up(nbytes, PAGE_ALIGN))
+            needed = [SUPERBLOCK_BYTES + extent.end * one.unit_bytes for one in geometries]
+            spaces[extent.device].reserve([round_up(nbytes, PAGE_ALIGN) for nbytes in needed])
 
     return StoreGrowth(rebalancer, following, reserve, whole.slots, index.free_now, counters)
 

@@ -146,8 +146,10 @@ def open_write_policy(
     manifest = place.stored()
     # A data file that was not made yet has no UUID: its path names it until the next start.
     names = [device.files[0] or device.path for device in manifest.devices]
-    bytes_on = [placement.device_bytes(d) for d in range(placement.devices)]
-    share = [place.tp_size * nbytes / max(1, placement.slots) for nbytes in bytes_on]
+    # The placement is that of one rank; the others have as many units, larger or smaller ones.
+    units = [one.unit_bytes for one in manifest.geometries]
+    bytes_on = [placement.device_bytes(d) * sum(units) for d in range(placement.devices)]
+    share = [nbytes / units[0] / max(1, placement.slots) for nbytes in bytes_on]
     given = dict(zip(place.paths, place.config.devices, strict=False))  # none, by default
     devices = [given.get(d.path) if d.present else None for d in manifest.devices]
     wear = WearLedger(place.state, names, counters)

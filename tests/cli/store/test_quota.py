@@ -95,7 +95,7 @@ def resized(store: FilledStore, capacity: int) -> StorePlace:
     config = SSDKVConfig.from_extra_config(
         {**store.place.config.model_dump(mode="json"), "devices": devices}
     )
-    return StorePlace(config, GEOMETRY, store.place.fingerprint, store.ranks, model="some/model")
+    return StorePlace(config, [GEOMETRY] * store.ranks, store.place.fingerprint, model="some/model")
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (1, 2), (2, 2)])

@@ -138,9 +138,10 @@ def test_options_stay_with_their_device_when_another_one_is_missing(tmp_path: Pa
     place: Any = SimpleNamespace(
         paths=(a, b),
         state=tmp_path,
-        stored=lambda: SimpleNamespace(devices=there + away),
+        stored=lambda: SimpleNamespace(
+            devices=there + away, geometries=[SimpleNamespace(unit_bytes=4096)]
+        ),
         config=config,
-        tp_size=1,
     )
     placement: Any = SimpleNamespace(devices=2, device_bytes=lambda _: 1000, slots=1)
     counters = Counters()

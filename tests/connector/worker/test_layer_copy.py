@@ -117,7 +117,7 @@ class Rig:
 
 def layout_of(geometry: SlotGeometry, **others: Any) -> KVLayout:  # noqa: ANN401 - of any field
     return KVLayout(
-        NAMES, TOKENS, HEADS, SIZE, torch.float32, geometry, tp_size=1, num_blocks=BLOCKS, **others
+        NAMES, TOKENS, HEADS, SIZE, torch.float32, geometry, ranks=1, num_blocks=BLOCKS, **others
     )
 
 
@@ -421,7 +421,7 @@ def worker(tmp_path: Path) -> Iterator[SSDKVWorker]:
         {"mode": "page", "devices": [device], "dram_gib": "16MiB", "io": {"staging": "4MiB"}}
     )
     geometry = paged_geometry(config, LAYERS, HEADS, SIZE, TOKENS, torch.float32)
-    place = StorePlace(config, geometry, Fingerprint({"model": "none"}), tp_size=1)
+    place = StorePlace(config, [geometry], Fingerprint({"model": "none"}))
     TREE.install()
     root = torch.nn.Sequential(torch.nn.Linear(2, 2))
     model = LoadedModel(root, str)

@@ -32,7 +32,7 @@ LAYOUT = KVLayout(
     64,
     torch.bfloat16,
     SlotGeometry("paged", 2, 2, 2, 4096),
-    tp_size=1,
+    ranks=1,
     num_blocks=8,
 )
 

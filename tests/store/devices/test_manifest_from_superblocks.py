@@ -138,7 +138,7 @@ def test_otherwise_it_is_said_and_nothing_changes(
     if case == "another version":
         for name in (NAME, COPY):
             path = devices[0] / name
-            old, new = (f'"version": {v}'.encode() for v in (VERSIONS[-2], VERSIONS[-1] + 1))
+            old, new = (f'"version": {v}'.encode() for v in (VERSIONS[2], VERSIONS[-1] + 1))
             path.write_bytes(sealed(path.read_bytes().replace(old, new)))
     else:
         damage(devices)

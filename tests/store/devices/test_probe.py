@@ -98,7 +98,7 @@ def test_each_device_is_measured_once(
         config = SSDKVConfig.from_extra_config(
             {"devices": [{"path": d, "capacity": "16MiB"} | entry for d in paths]}
         )
-        place = StorePlace(config, PAGED, Fingerprint({"model": "tiny"}), 1)
+        place = StorePlace(config, [PAGED], Fingerprint({"model": "tiny"}))
         place.prepare()
         found = place.manifest()
         return [device.weight for device in found.present()]

@@ -39,7 +39,7 @@ SEGMENT = Segment(0, 4, 3, (0, 1), (Extent(0, 0, 2), Extent(1, 0, 2)))
 
 
 def manifest() -> Manifest:
-    made = Manifest.create(MODEL, SHAPE, 2, "a/model")
+    made = Manifest.create(MODEL, [SHAPE] * 2, "a/model")
     for path, capacity, weight in zip(PATHS, (1 << 30, 1 << 31), WEIGHTS, strict=True):
         device = ManifestDevice(path=path, capacity=capacity, weight=weight, files=["", ""])
         made.devices.append(device)
@@ -67,7 +67,7 @@ def test_channel_pages_are_named_where_there_are_any(tmp_path: Path) -> None:
     assert b'"channel_pages"' not in (tmp_path / NAME).read_bytes()
     shape = replace(SHAPE, channel_pages=2)
     mine = manifest()
-    mine.channel_pages = Manifest.create(MODEL, shape, 2).channel_pages
+    mine.channel_pages = Manifest.create(MODEL, [shape] * 2).channel_pages
     mine.save(tmp_path)
     found = Manifest.load(tmp_path)
     assert found is not None
@@ -97,8 +97,14 @@ def test_the_kind_of_record_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "summaries", "channels", "scaled_from", "text"),
     [
-        (1, 1, 0, 0, "has format version 1, with summary pages, this release reads 1, 4, 5, 6"),
-        (2, 1, 2, 0, "has format version 2, this release reads 1, 4, 5, 6: use another directory"),
+        (1, 1, 0, 0, "has format version 1, with summary pages, this release reads 1, 4, 5, 6, 7"),
+        (
+            2,
+            1,
+            2,
+            0,
+            "has format version 2, this release reads 1, 4, 5, 6, 7: use another directory",
+        ),
         (4, 0, 0, 0, "version 4, and summary_pages is 0"),
         (4, 0, 2, 0, "channel_pages is 2, with 0 summary pages"),
         (4, 1, 0, 2, "scaled_from is 2, with 0 channel pages"),
@@ -294,12 +300,12 @@ def test_a_copy_alone_is_no_new_store(tmp_path: Path) -> None:
 
 
 def test_another_version_is_refused_whatever_else_it_says(tmp_path: Path) -> None:
-    (tmp_path / NAME).write_text('{"version": 7, "new": true}')
-    with pytest.raises(FormatError, match="format version 7, this release reads 1, 4, 5, 6"):
+    (tmp_path / NAME).write_text('{"version": 8, "new": true}')
+    with pytest.raises(FormatError, match="format version 8, this release reads 1, 4, 5, 6, 7"):
         Manifest.load(tmp_path)
-    text = sealed(manifest().text.replace(b'"version": 5', b'"version": 7'))
+    text = sealed(manifest().text.replace(b'"version": 5', b'"version": 8'))
     (tmp_path / NAME).write_bytes(text)
-    with pytest.raises(FormatError, match="format version 7") as refused:
+    with pytest.raises(FormatError, match="format version 8") as refused:
         Manifest.load(tmp_path)
     assert not isinstance(refused.value, DamagedError)
 
@@ -396,7 +402,7 @@ def test_waiting_for_the_lock_ends(tmp_path: Path) -> None:
     ],
 )
 def test_another_key_is_refused(made: bytes, given: bytes, text: str) -> None:
-    mine = Manifest.create(MODEL, SHAPE, 2, "a/model", made)
+    mine = Manifest.create(MODEL, [SHAPE] * 2, "a/model", made)
     mine.devices = manifest().devices
     mine.check_key(made)
     with pytest.raises(KeyMismatchError, match=text) as caught:

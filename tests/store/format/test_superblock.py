@@ -62,6 +62,20 @@ def test_round_trip(
     assert Superblock.decode(data) == block
 
 
+def test_a_number_of_units_that_is_given_is_behind_the_text() -> None:
+    """In a version of its own; elsewhere these bytes are zero, as ever."""
+    shape = SlotGeometry("opaque", 2, 1, 1, 8192, units=3)
+    block = replace(BLOCK, geometry=shape, unit_bytes=shape.unit_bytes)
+    data = bytearray(block.encode())
+    at = 144 + len(block.fingerprint.canonical)
+    assert (data[8], data[at : at + 4]) == (7, b"\3\0\0\0")
+    assert Superblock.decode(bytes(data)) == block
+    for version in 1, 7:
+        data[8], data[at] = version, 3 * (version == 1)
+        with pytest.raises(FormatError, match=r"superblock: (bytes that are zero|version is 7)"):
+            Superblock.decode(refreshed(data))
+
+
 def test_every_byte_is_covered() -> None:
     good = BLOCK.encode()
     for at in range(BLOCK_BYTES):

@@ -451,7 +451,7 @@ class World:
             for file in path.iterdir():
                 file.unlink()
             self.instance[path] = instance
-        manifest = Manifest.create(MODEL, PAGED, RANKS, "a/model")
+        manifest = Manifest.create(MODEL, [PAGED] * RANKS, "a/model")
         manifest.store = name
         for path in paths:
             files = [str(uuid.uuid4()) for _ in range(RANKS)]

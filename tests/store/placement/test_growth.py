@@ -51,7 +51,7 @@ def home(
 
 def place(tp_size: int = 1, **options: Any) -> StorePlace:  # noqa: ANN401 - any option
     given = {"mode": "page", "dram_gib": "40MiB", "io": {"staging": "4MiB"}} | options
-    return StorePlace(SSDKVConfig.from_extra_config(given), PAGED, MODEL, tp_size, run="")
+    return StorePlace(SSDKVConfig.from_extra_config(given), [PAGED] * tp_size, MODEL, run="")
 
 
 def grow(rebalancer: Rebalancer) -> None:
@@ -401,7 +401,7 @@ def test_what_is_no_file_of_ours_is_left_alone(tmp_path: Path) -> None:
     link = tmp_path / "rank0.data"
     link.symlink_to(target)
     with pytest.raises(growing.DeviceError, match="symbolic link"):
-        DataFileSpace([link], "of ours").reserve(1 << 20)
+        DataFileSpace([link], "of ours").reserve([1 << 20])
     assert os.stat(target).st_size == 1
 
 
@@ -414,7 +414,7 @@ def test_what_has_come_in_place_of_a_file_of_ours_is_left_alone(
     store = place().stored().store
     size = data.stat().st_size
     with pytest.raises(growing.DeviceError, match="not the store's file any more"):
-        DataFileSpace([data], str(uuid4())).reserve(2 * size)
+        DataFileSpace([data], str(uuid4())).reserve([2 * size])
     assert data.stat().st_size == size
-    DataFileSpace([data], store).reserve(2 * size)
+    DataFileSpace([data], store).reserve([2 * size])
     assert data.stat().st_size == 2 * size

@@ -94,7 +94,7 @@ class ChoosingMachine(StoreMachine):
         return outcomes[0].complete
 
     def _compare(self, chosen: SelectedContexts, names: Sequence[int]) -> None:
-        geometry, arena = self.store.place.geometry, self.store.tiers.arena
+        geometry, arena = self.store.place.geometries[0], self.store.tiers.arena
         record = geometry.payload_bytes // 16
         per_layer = geometry.pages_per_layer
         for layer in range(geometry.layers):

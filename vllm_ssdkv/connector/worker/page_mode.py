@@ -343,7 +343,7 @@ def _open_offloader(
         config.offload,
         rank.counters,
         rank.rank,
-        layout.tp_size,
+        layout.ranks,
         slot,
         layout.query_heads or layout.kv_heads,
         rank.opened,

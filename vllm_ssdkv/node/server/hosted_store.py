@@ -86,9 +86,8 @@ class HostedStore:
         geometry = geometry_of(spec, encrypted=config.encryption is not None)
         place = StorePlace(
             config,
-            geometry,
+            [geometry] * spec.ranks,
             Fingerprint(spec.fingerprint),
-            spec.ranks,
             model=spec.model,
             run=node,
             name=spec.name,

@@ -19,8 +19,7 @@ from vllm_ssdkv.store.format.superblock import KEY_ID_BYTES, Superblock, data_fi
 def rebuilt(
     paths: Sequence[str],
     fingerprint: Fingerprint,
-    geometry: SlotGeometry,
-    tp_size: int,
+    geometries: Sequence[SlotGeometry],
     key_id: bytes,
 ) -> Manifest:
     """A manifest with the store's name and its data files, and without segments. Blocks on I/O.
@@ -31,21 +30,20 @@ def rebuilt(
     Args:
         paths: Directories or block devices.
         fingerprint: What the KV belongs to.
-        geometry: Shape of the slots.
-        tp_size: Ranks, each of which has a data file on every device.
+        geometries: Shape of the slots of each rank, which has a data file on every device.
         key_id: As in the superblock; empty where the store is not encrypted.
 
     Raises:
         FormatError: there is no superblock, one is damaged, or two are of different stores.
         FingerprintMismatchError: they are of another model or layout.
     """
-    manifest = Manifest.create(fingerprint, geometry, tp_size, key_id=key_id)
+    manifest = Manifest.create(fingerprint, geometries, key_id=key_id)
     first: tuple[UUID, Path] | None = None
     for path in paths:
         place = Path(path)
-        device = ManifestDevice(path=path, capacity=0, weight=0, files=[""] * tp_size)
+        device = ManifestDevice(path=path, capacity=0, weight=0, files=[""] * len(geometries))
         raw = is_block_device(path)
-        for rank in range(1 if raw else tp_size):
+        for rank, geometry in enumerate(geometries[:1] if raw else geometries):
             file = place if raw else data_file_path(place, rank)
             try:
                 block = peek_superblock(file)

@@ -11,7 +11,8 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from typing import Literal
@@ -31,15 +32,23 @@ from vllm_ssdkv.base.file_access import why_refused
 from vllm_ssdkv.base.file_lock import lock_file
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.segment import Segment
-from vllm_ssdkv.store.format.slot_geometry import PageRecord, SlotGeometry, of_another_version
+from vllm_ssdkv.store.format.slot_geometry import (
+    PageRecord,
+    SlotGeometry,
+    of_another_version,
+    with_equal_units,
+)
 from vllm_ssdkv.store.format.superblock import KEY_ID_BYTES, data_file_path
 
 NAME = "store.json"
 COPY = "store.json.copy"
-VERSIONS = (1, 4, 5, 6)
-"""Versions that can be read. One of the last two is written, the last if segments have a rule or
-the geometry has a record. The first two are :attr:`SlotGeometry.version`, and know no
-:attr:`Manifest.revision`."""
+VERSIONS = (1, 4, 5, 6, 7)
+"""Versions that can be read. The last three are written: 7 if ranks have slots of several sizes,
+else 6 if segments have a rule or the geometry has a record. The first two are
+:attr:`SlotGeometry.version`, and know no :attr:`Manifest.revision`."""
+
+RULED = 6
+"""Version since which segments may have a rule, and the geometry a record."""
 
 _OF_SAMPLED_WEIGHTS = frozenset({"model", "hf_config"})
 """Fields of fingerprints before keys were bound to the weights in memory."""
@@ -70,6 +79,13 @@ class ManifestDevice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         self.gap = (begin, end)
 
 
+class RankShape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Slots of one rank, where those of another one are larger or smaller."""
+
+    layers: int
+    payload_bytes: int
+
+
 class _Versioned(msgspec.Struct):
     """The part of ``store.json`` that every version has."""
 
@@ -80,7 +96,7 @@ class _Versioned(msgspec.Struct):
 class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Contents of ``store.json``. Change it only between :func:`locked` and :meth:`save`."""
 
-    version: int = VERSIONS[-2]
+    version: int = VERSIONS[2]
     store: str
     model: str
     """The model's name as it was last given; for people, nothing depends on it."""
@@ -97,7 +113,11 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Bytes of a number of K, left out if there are no codes."""
     record: PageRecord | msgspec.UnsetType = msgspec.UNSET
     """Record of a page's summary, left out if summaries are bounds."""
+    shapes: list[RankShape] | msgspec.UnsetType = msgspec.UNSET
+    """Slots of each rank, left out if all are as those of rank 0, which the fields above describe.
+    """
     tp_size: int
+    """Number of ranks: tensor-parallel ones of each pipeline stage, the first stage's first."""
     devices: list[ManifestDevice]
     """Devices present, in the order of the options, then absent ones that hold slots."""
     key_id: str
@@ -140,12 +160,17 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def create(
         cls,
         fingerprint: Fingerprint,
-        geometry: SlotGeometry,
-        tp_size: int,
+        geometries: Sequence[SlotGeometry],
         model: str = "",
         key_id: bytes = b"",
     ) -> Manifest:
-        """A new store's manifest, without devices."""
+        """A new store's manifest, without devices. ``geometries``: of each rank's slots."""
+        geometry = geometries[0]
+        shapes: list[RankShape] | msgspec.UnsetType = msgspec.UNSET
+        if len(set(geometries)) > 1:
+            shapes = [
+                RankShape(layers=one.layers, payload_bytes=one.payload_bytes) for one in geometries
+            ]
         return cls(
             store=str(uuid.uuid4()),
             model=model,
@@ -159,7 +184,8 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             channel_pages=geometry.channel_pages or msgspec.UNSET,
             scaled_from=geometry.scaled_from or msgspec.UNSET,
             record=msgspec.UNSET if geometry.record == "bounds" else geometry.record,
-            tp_size=tp_size,
+            shapes=shapes,
+            tp_size=len(geometries),
             key_id=key_id.hex(),
             devices=[],
             segments=[],
@@ -168,7 +194,25 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def geometry(self) -> SlotGeometry:
-        """Shape of the slots."""
+        """Shape of the slots of rank 0, which have as many units as those of any other."""
+        return self.geometries[0]
+
+    @property
+    def geometries(self) -> tuple[SlotGeometry, ...]:
+        """Shape of each rank's slots."""
+        first = self._geometry
+        if self.shapes is msgspec.UNSET:
+            return (first,) * self.tp_size
+        return with_equal_units(
+            [
+                replace(first, layers=one.layers, payload_bytes=one.payload_bytes)
+                for one in self.shapes
+            ]
+        )
+
+    @property
+    def _geometry(self) -> SlotGeometry:
+        """Shape that the fields describe."""
         kind: Literal["opaque", "paged"] = "paged" if self.kind == "paged" else "opaque"
         return SlotGeometry(
             kind,
@@ -266,6 +310,13 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         for name, value in positive.items():
             if value <= 0:
                 raise ValueError(f"{name} is {value}")
+        if self.shapes is not msgspec.UNSET:
+            mine = RankShape(layers=self.layers, payload_bytes=self.payload_bytes)
+            alike = all(one == mine for one in self.shapes)
+            if len(self.shapes) != self.tp_size or self.shapes[0] != mine or alike:
+                raise ValueError(f"shapes is {self.shapes}")
+            if self.version < VERSIONS[-1] or self.kind != "opaque":
+                raise ValueError(f"version {self.version}, and {self.kind} slots have shapes")
         digests = self.model_digests or [""] * self.tp_size
         if len(digests) != self.tp_size:
             raise ValueError(f"model_digests has {len(digests)} entries")
@@ -285,7 +336,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             low = min(*numbers, *(min(e.begin, e.units - 1) for e in segment.extents))
             if low < 0 or not named <= set(range(len(self.devices))):
                 raise ValueError(f"segments[{i}] is {segment}")
-            if segment.rule is not msgspec.UNSET and self.version < VERSIONS[-1]:
+            if segment.rule is not msgspec.UNSET and self.version < RULED:
                 raise ValueError(f"version {self.version}, and segments[{i}] has a rule")
             if segment.copies not in (1, 2) or segment.since < 0:
                 raise ValueError(
@@ -300,16 +351,18 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 f"opened is {self.opened}, last_opened is {self.last_opened}, "
                 f"revision is {self.revision}"
             )
-        # The geometry checks its numbers.
-        if self.geometry.version != self.version < 5:
+        # Geometries check their numbers.
+        if not self.geometries or self._geometry.version != self.version < 5:
             raise ValueError(f"version {self.version}, and summary_pages is {self.summary_pages}")
 
     @property
     def _version(self) -> int:
-        """Version to write: older releases refuse the last one. Segments by a rule they would
-        misread, and a record they would take for damage."""
+        """Version to write: older releases refuse later ones. Segments by a rule and ranks with
+        slots of several sizes they would misread, and a record they would take for damage."""
+        if self.shapes is not msgspec.UNSET:
+            return VERSIONS[-1]
         ruled = any(segment.rule is not msgspec.UNSET for segment in self.segments)
-        return VERSIONS[-1] if ruled or self.record is not msgspec.UNSET else VERSIONS[-2]
+        return RULED if ruled or self.record is not msgspec.UNSET else VERSIONS[2]
 
     @property
     def text(self) -> bytes:

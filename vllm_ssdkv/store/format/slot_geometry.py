@@ -8,7 +8,8 @@ here needs a new format version.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -71,10 +72,16 @@ PAGE_RECORDS: tuple[PageRecord, ...] = (
 """Kinds of summaries, in the order of their numbers in a superblock."""
 
 
-def format_version(summary_pages: int, record: PageRecord = "bounds") -> int:
+GIVEN_UNITS = 7
+"""Version of superblocks that name the number of units, see :attr:`SlotGeometry.units`."""
+
+
+def format_version(summary_pages: int, record: PageRecord = "bounds", units: int = 0) -> int:
     """Version of superblock and manifest: 1; 4 where slots have a tail; 5 where summaries of pages
-    are not bounds, 6 where they are codes. The tail was before the pages of KV in version 1, and in
-    2 and 3, which had channel pages."""
+    are not bounds, 6 where they are codes, 7 where the number of units is given. The tail was
+    before the pages of KV in version 1, and in 2 and 3, which had channel pages."""
+    if units:
+        return GIVEN_UNITS
     if record.startswith("codes"):
         return 6
     if record != "bounds":
@@ -115,6 +122,8 @@ class SlotGeometry:
             each channel of K the smallest and the largest number (``bounds``), or mean and variance
             (``spread``), and then of each layer and head the sum of V (``spread_with_values``); or
             of each layer and head codes of so many bits for each number of K (``codes_2``).
+        units: Stripe units of a slot, where ranks have slots of several sizes and all as many units
+            (:func:`with_equal_units`); 0: as many as its own size needs.
 
     What each step asks for every layer is computed once.
 
@@ -134,6 +143,7 @@ class SlotGeometry:
     channel_pages: int = 0
     scaled_from: int = 0
     record: PageRecord = "bounds"
+    units: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in ("opaque", "paged"):
@@ -162,6 +172,8 @@ class SlotGeometry:
                 f"slot geometry: record is {self.record!r}, with {self.summary_pages} summary and "
                 f"{self.channel_pages} channel pages"
             )
+        if self.units and (self.kind != "opaque" or self.units < self._own_units):
+            raise ValueError(f"slot geometry: units is {self.units}, of a {self.kind} slot")
         if self.slot_bytes > MAX_SLOT_BYTES:
             raise ValueError(f"slot of {self.slot_bytes} bytes exceeds {MAX_SLOT_BYTES}")
 
@@ -173,7 +185,7 @@ class SlotGeometry:
     @property
     def version(self) -> int:
         """Version of superblock and manifest."""
-        return format_version(self.summary_pages, self.record)
+        return format_version(self.summary_pages, self.record, self.units)
 
     @functools.cached_property
     def page_bytes(self) -> int:
@@ -243,9 +255,14 @@ class SlotGeometry:
         return self.frame_bytes + self.tail_bytes
 
     @property
+    def _own_units(self) -> int:
+        """The fewest stripe units for a slot of this size."""
+        return -(-self.slot_bytes // (STRIPE_UNIT // self.quantum * self.quantum))
+
+    @property
     def units_per_slot(self) -> int:
         """Stripe units a slot is cut into."""
-        return -(-self.slot_bytes // (STRIPE_UNIT // self.quantum * self.quantum))
+        return self.units or self._own_units
 
     @property
     def unit_bytes(self) -> int:
@@ -268,3 +285,20 @@ class SlotGeometry:
         """Offset of a page inside the slot; of KV, ``page = first_page(layer) + head * groups +
         group``."""
         return self.header_bytes + page * self.page_bytes
+
+
+def with_equal_units(geometries: Sequence[SlotGeometry]) -> tuple[SlotGeometry, ...]:
+    """Geometries of a store's ranks, by rank, with as many units each: a segment is so many units
+    of every rank's data file, however large these units are there.
+
+    Example:
+        >>> large, small = (SlotGeometry("opaque", n, 1, 1, 400_000) for n in (9, 2))
+        >>> [one.units_per_slot for one in with_equal_units([large, small])]
+        [7, 7]
+        >>> with_equal_units([small, small]) == (small, small)
+        True
+    """
+    if len(set(geometries)) == 1:
+        return tuple(geometries)
+    units = max(one.units_per_slot for one in geometries)
+    return tuple(replace(one, units=units) for one in geometries)

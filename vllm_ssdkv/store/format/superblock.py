@@ -17,6 +17,7 @@ from vllm_ssdkv.base.checksum import checksum_bytes
 from vllm_ssdkv.base.errors import FingerprintMismatchError, FormatError
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import (
+    GIVEN_UNITS,
     PAGE_RECORDS,
     SUPERBLOCK_BYTES,
     SlotGeometry,
@@ -35,12 +36,20 @@ _CIPHERS = (False, True)
 
 # magic, version, block_bytes, store, device, rank, channel_pages, scaled_from, record, epoch, kind,
 # layers, heads, groups, payload_bytes, unit_bytes, fingerprint digest, JSON length, cipher,
-# key id, summary_pages
+# key id, summary_pages; then the fingerprint's text, and from version 7 on _UNITS
 _FIXED = struct.Struct("<8s2I16s16s4IQ4IQI16sII16sI")
+_UNITS = struct.Struct("<I")
 _TAIL = struct.Struct("<Q")
 _BODY = BLOCK_BYTES - _TAIL.size
 _STORE = slice(16, 32)
 """Bytes of the store's UUID in every version."""
+
+
+def _given_units(block: bytes, version: int, at: int) -> int:
+    """Number of units behind the fingerprint's text; 0 where the version has none."""
+    if version != GIVEN_UNITS or at + _UNITS.size > _BODY:
+        return 0
+    return int(_UNITS.unpack_from(block, at)[0])
 
 
 def _decode_fingerprint(block: bytes, digest: bytes, text_bytes: int) -> Fingerprint:
@@ -62,7 +71,7 @@ class Superblock:
     Attributes:
         store: The store's identity, equal on all its devices and in the manifest.
         device: This data file's identity.
-        rank: Tensor-parallel rank whose data the file holds.
+        rank: Rank whose data the file holds: those of the first pipeline stage come first.
         unit_bytes: Stripe unit (:attr:`SlotGeometry.unit_bytes`).
         epoch: Grows with every write of the superblock.
         geometry: Shape of the slots.
@@ -122,11 +131,14 @@ class Superblock:
             )
         except struct.error as exc:
             raise ValueError(f"superblock: {exc}") from exc
-        if _FIXED.size + len(text) > _BODY:
+        end = _FIXED.size + len(text)
+        if end + (_UNITS.size if shape.units else 0) > _BODY:
             raise ValueError(
                 f"superblock: a fingerprint of {len(text)} bytes does not fit {BLOCK_BYTES} bytes"
             )
-        block[_FIXED.size : _FIXED.size + len(text)] = text
+        block[_FIXED.size : end] = text
+        if shape.units:
+            _UNITS.pack_into(block, end, shape.units)
         _TAIL.pack_into(block, _BODY, checksum_bytes(memoryview(block)[:_BODY]))
         return bytes(block)
 
@@ -164,7 +176,8 @@ class Superblock:
         names = ("magic", "version", "block_bytes", "checksum")
         head.append(_TAIL.unpack_from(block, _BODY)[0])
         known = PAGE_RECORDS[min(record, len(PAGE_RECORDS) - 1)]
-        version = format_version(summary_pages, known)
+        units = _given_units(block, head[1], _FIXED.size + text_bytes)
+        version = format_version(summary_pages, known, units)
         expected = (MAGIC, version, BLOCK_BYTES, checksum_bytes(block[:_BODY]))
         for name, found, wanted in zip(names, head, expected, strict=True):
             if found != wanted:
@@ -188,6 +201,7 @@ class Superblock:
                 channel_pages,
                 scaled_from,
                 known,
+                units,
             )
         except ValueError as exc:
             raise FormatError(f"superblock: {exc}") from exc

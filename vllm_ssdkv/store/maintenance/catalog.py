@@ -209,7 +209,7 @@ def _summary(store: StoredStore, journal: StoredJournal, *, in_use: bool) -> Sto
         stored=stored,
         slots=slots,
         slots_to_come=slots_to_come(store),
-        block_bytes=manifest.geometry.slot_bytes,
+        block_bytes=max(one.slot_bytes for one in manifest.geometries),
         disk_bytes=sum(file.stat().st_blocks * 512 for file in files),
         last_opened=manifest.last_opened,
         in_use=in_use,
@@ -283,5 +283,5 @@ def _file(store: StoredStore, device: int, rank: int) -> Iterator[FileDetails]:
             found.append(Superblock.decode(copy).epoch)
         except FormatError as error:
             found.append(f"at {offset}: {error}")
-    expected = store.data_bytes(device)
+    expected = store.data_bytes(device, rank)
     yield FileDetails(str(file.path), rank, file.nbytes, expected, tuple(found))

@@ -255,7 +255,7 @@ def _check_file(this: Examination, checked: CheckedFile) -> None:
             checked.problem = this.report.add("data_file", path, "it is missing")
         return
     _check_superblocks(this, checked, file)
-    needed = this.store.data_bytes(checked.device)
+    needed = this.store.data_bytes(checked.device, checked.rank)
     text = (
         f"it has {file.nbytes} bytes, the store's {this.store.manifest.slots} slots need {needed}"
     )
@@ -418,7 +418,8 @@ def _check_rank(
     total: int,
 ) -> None:
     """Clear ``right`` where a slot of this rank is not what it should be."""
-    rank, geometry = mine[0].rank, this.store.manifest.geometry
+    rank = mine[0].rank
+    geometry = this.store.manifest.geometries[rank]
     plan = BatchPlan(geometry)
     with open_slots(this.store, rank, [c.file for c in mine], plan.nbytes) as (files, _):
 

@@ -141,7 +141,7 @@ def _of_rank(
     count: Callable[[int], None],
 ) -> list[Headers]:
     """The headers of each copy."""
-    geometry = store.manifest.geometry
+    geometry = store.manifest.geometries[rank]
     per = max(1, _BATCH_BYTES // geometry.header_bytes)
     found: list[Headers] = []
     with open_slots(store, rank, files, _IN_FLIGHT * per * geometry.header_bytes) as (mine, arena):

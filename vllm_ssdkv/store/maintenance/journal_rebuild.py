@@ -91,10 +91,12 @@ def _right(
     if len(sources) > 1:  # each copy may miss another part of what a device has missed
         missed = [d for d, known in enumerate(store.manifest.devices) if any(known.gap)]
         sources += [ReadFrom(0, (device, *out)) for device in missed]
-    plan = BatchPlan(store.manifest.geometry)
     progress = _Progress("blocks in doubt read")
     for rank, mine in enumerate(files):
-        wrong = np.ones(len(which), dtype=np.bool_)
+        wrong, plan = (
+            np.ones(len(which), dtype=np.bool_),
+            BatchPlan(store.manifest.geometries[rank]),
+        )
         with open_slots(store, rank, mine, plan.nbytes) as (slots, _):
             for source in sources:
                 left = np.flatnonzero(wrong)

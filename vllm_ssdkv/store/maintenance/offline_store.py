@@ -69,7 +69,8 @@ class StoredStore:
 
     @property
     def placement(self) -> Placement:
-        """Placement of the slots.
+        """Placement of the slots in the data files of rank 0: the devices of a slot are those of
+        any rank.
 
         Raises:
             FormatError: the manifest contradicts itself.
@@ -120,19 +121,20 @@ class StoredStore:
                     "io.scrub_rate it reads all of it"
                 )
 
-    def data_bytes(self, device: int) -> int:
+    def data_bytes(self, device: int, rank: int) -> int:
         """Size that a data file has: what its slots need."""
-        return round_up(self.placement.device_bytes(device), PAGE_ALIGN)
+        return round_up(placement_of(self.manifest, rank).device_bytes(device), PAGE_ALIGN)
 
     def superblock(self, device: int, rank: int, identity: UUID, epoch: int) -> Superblock:
         """The superblock that this file has."""
+        geometry = self.manifest.geometries[rank]
         return Superblock(
             store=UUID(self.manifest.store),
             device=identity,
             rank=rank,
-            unit_bytes=self.manifest.geometry.unit_bytes,
+            unit_bytes=geometry.unit_bytes,
             epoch=epoch,
-            geometry=self.manifest.geometry,
+            geometry=geometry,
             fingerprint=self.fingerprint,
             key_id=bytes.fromhex(self.manifest.key_id) or bytes(KEY_ID_BYTES),
         )

@@ -29,6 +29,7 @@ from vllm_ssdkv.store.maintenance.journal_rebuild import write_journal
 from vllm_ssdkv.store.maintenance.offline_store import set_aside
 from vllm_ssdkv.store.maintenance.slot_check import BatchPlan, Entry, SlotChecker, refuse_hanging
 from vllm_ssdkv.store.maintenance.slot_reader import open_slots
+from vllm_ssdkv.store.placement.placement import placement_of
 from vllm_ssdkv.store.placement.stripe_map import Extents
 
 
@@ -99,7 +100,7 @@ def _repair_size(this: Examination, checked: CheckedFile) -> None:
     file, problem = checked.file, checked.size_problem
     if file is None or problem is None or file.raw:
         return
-    needed = this.store.data_bytes(checked.device)
+    needed = this.store.data_bytes(checked.device, checked.rank)
     try:
         if file.nbytes > needed:
             os.ftruncate(file.fd, needed)
@@ -115,12 +116,15 @@ def _repair_size(this: Examination, checked: CheckedFile) -> None:
 
 def _mend_copies(this: Examination) -> None:
     """Write what is wrong in one copy from the other, which was read and verified just now."""
-    geometry = this.store.manifest.geometry
+    geometries = this.store.manifest.geometries
     left = sum(_mend_crossed(this, rank, entry) for rank, entry in this.crossed)
-    with mmap.mmap(-1, geometry.unit_bytes) as buffer:  # page-aligned, as O_DIRECT wants
+    with mmap.mmap(
+        -1, max(one.unit_bytes for one in geometries)
+    ) as buffer:  # page-aligned, as O_DIRECT wants
         for bad in this.bad_copies:
             slots = np.array([bad.slot], dtype=np.int64)
-            copies = this.store.placement.copies(slots, 0, geometry.slot_bytes)
+            placement = placement_of(this.store.manifest, bad.rank)
+            copies = placement.copies(slots, 0, geometries[bad.rank].slot_bytes)
             source, target = copies[1 - bad.copy], copies[bad.copy]
             mine = {c.device: c for c in this.files if c.rank == bad.rank}
             if source is None or target is None:
@@ -140,7 +144,7 @@ def _mend_crossed(this: Examination, rank: int, entry: Entry) -> int:
     Raises:
         DeadlineError: a device does not answer.
     """
-    geometry = this.store.manifest.geometry
+    geometry = this.store.manifest.geometries[rank]
     plan, mended = BatchPlan(geometry), 0
     files = [checked.file for checked in this.files if checked.rank == rank]
     with open_slots(this.store, rank, files, plan.nbytes) as (slots, _):

@@ -16,6 +16,7 @@ from vllm_ssdkv.store.io.engines.open import open_engine
 from vllm_ssdkv.store.io.slot_io import SlotIO
 from vllm_ssdkv.store.maintenance.offline_store import DataFile, StoredStore
 from vllm_ssdkv.store.memory.arena import Arena
+from vllm_ssdkv.store.placement.placement import placement_of
 from vllm_ssdkv.store.placement.replica_selector import Replicas
 
 DEADLINE_S = 60.0
@@ -45,7 +46,7 @@ def open_slots(
     missing = [device for device, file in enumerate(files) if file is None]
     # Unreadable slots are the caller's business, not a reason to give a device up.
     health = DeviceHealth(paths, DEADLINE_S, Counters(), patience_s=math.inf, absent=missing)
-    manifest = store.manifest
+    manifest, geometry = store.manifest, store.manifest.geometries[rank]
     with contextlib.ExitStack() as stack:
         arena = Arena(nbytes)
         stack.callback(arena.close)
@@ -56,14 +57,14 @@ def open_slots(
             [nowhere if file is None else file.fd for file in files],
             paths,
             arena,
-            joined=manifest.geometry.summary_pages > 0,
+            joined=geometry.summary_pages > 0,
         )
         stack.callback(engine.close, DEADLINE_S)
         digest = store.fingerprint.digest
         speed = ThroughputEstimator(paths, [1.0] * len(paths))
         slots = SlotIO(
-            manifest.geometry,
-            store.placement,
+            geometry,
+            placement_of(manifest, rank),
             engine,
             health,
             speed,
@@ -71,7 +72,7 @@ def open_slots(
             digest,
             rank,
             DEADLINE_S,
-            ChecksumCodec(manifest.geometry, digest, rank, arena),
+            ChecksumCodec(geometry, digest, rank, arena),
             Replicas(health, speed, manifest.numbers, []),
         )
         yield slots, arena

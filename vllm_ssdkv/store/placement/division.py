@@ -46,41 +46,41 @@ class Division:
 
 
 def divide(
-    geometry: SlotGeometry,
+    geometries: Sequence[SlotGeometry],
     segments: Sequence[Segment],
     weights: Sequence[float],
     rooms: Sequence[Room],
-    tp_size: int,
     added: Collection[int] = (),
     replicas: int = 1,
 ) -> Division:
     """Give the devices' room to segments, see :func:`arrange`.
 
     Args:
-        geometry: Shape of the slots.
+        geometries: Shape of the slots of each rank, which has a data file on every device.
         segments: As they were.
         weights: By device; 0 for one that is not there.
         rooms: By device.
-        tp_size: Ranks, each of which has a data file on every device.
         added: Devices that are there again, or for the first time.
         replicas: Copies that each new slot shall have.
     """
     journal = 0
     for _ in range(2):  # how large the journal may become is known only after the first time
         ends = [
-            _units(geometry, room, journal if room.journal else 0, tp_size, _end(segments, device))
+            _units(geometries, room, journal if room.journal else 0, _end(segments, device))
             for device, room in enumerate(rooms)
         ]
-        found = arrange(geometry, segments, weights, ends, added, replicas)
+        found = arrange(geometries[0], segments, weights, ends, added, replicas)
         journal = 2 * journal_bytes(found.numbers)
     return Division(found, tuple(ends))
 
 
-def _units(geometry: SlotGeometry, room: Room, journal: int, tp_size: int, end: int) -> int:
+def _units(geometries: Sequence[SlotGeometry], room: Room, journal: int, end: int) -> int:
     """Units that each rank's data file may have; ``end``: those it has now."""
+    before = len(geometries) * SUPERBLOCK_BYTES
+    of_all = sum(one.unit_bytes for one in geometries)
 
     def fitting(nbytes: int) -> int:
-        return max(0, nbytes // tp_size - SUPERBLOCK_BYTES) // geometry.unit_bytes
+        return max(0, nbytes - before) // of_all
 
     inside = fitting(room.capacity - journal - STATE_SLACK)
     # What is stored stays: the journal may have come here since, from a device that was lost, and

@@ -57,20 +57,20 @@ class DataFileSpace:
         self._pause_s = pause_s
         self._cannot = False
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, nbytes: Sequence[int]) -> None:
         """Give each file so many bytes, durably. Blocks.
 
         Raises:
             DeviceError: there is no room, or the system refuses; files may be longer than before.
         """
-        for path in self._files:
+        for path, needed in zip(self._files, nbytes, strict=True):
             try:
                 # Not locked: the ranks of this engine hold these files.
                 fd = open_regular(path, os.O_RDWR)
             except OSError as error:
                 raise DeviceError(f"{path}: {error.strerror}") from error
             try:
-                self._extend(fd, path.name, nbytes)
+                self._extend(fd, path.name, needed)
                 os.fsync(fd)  # the manifest must not name space that a power loss takes back
             except OSError as error:
                 raise DeviceError(f"{path}: {error.strerror}") from error

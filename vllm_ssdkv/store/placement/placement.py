@@ -290,14 +290,15 @@ def _find(tables: _Tables, slots: I64) -> tuple[I64, I64]:
     return segment, np.where((inside >= 0) & (inside < tables.slots[segment]), inside, -1)
 
 
-def placement_of(manifest: Manifest) -> Placement:
-    """Placement of a store, from its manifest.
+def placement_of(manifest: Manifest, rank: int = 0) -> Placement:
+    """Placement of a store, from its manifest, in a rank's data files. Which devices have a slot is
+    the same for every rank.
 
     Raises:
         FormatError: segments overlap.
     """
     try:
-        return Placement(manifest.geometry, manifest.segments, len(manifest.devices))
+        return Placement(manifest.geometries[rank], manifest.segments, len(manifest.devices))
     except ValueError as error:
         paths = ", ".join(device.path for device in manifest.devices)
         raise FormatError(f"{NAME} of the store on {paths}: segments: {error}") from error

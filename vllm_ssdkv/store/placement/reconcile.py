@@ -28,8 +28,7 @@ class Place(Protocol):
     ``store/open.py``."""
 
     config: SSDKVConfig
-    geometry: SlotGeometry
-    tp_size: int
+    geometries: tuple[SlotGeometry, ...]
     paths: tuple[str, ...]
     state: Path
     model_key: str
@@ -42,7 +41,7 @@ def reconcile(place: Place, manifest: Manifest) -> None:
         ConfigError: the devices have no room for a single slot.
         DeviceError: no device is left, two are copies of each other, or one cannot be measured.
     """
-    sights = [look(path, place.tp_size, manifest.store) for path in place.paths]
+    sights = [look(path, len(place.geometries), manifest.store) for path in place.paths]
     before = manifest.devices
     there = {id(device) for device in manifest.present()}
     numbers = matched(before, sights)
@@ -83,7 +82,7 @@ def _present(
             raise DeviceError(f"device {i} ({sight.path}) {sight.missing}")
         if number is None:
             device = ManifestDevice(
-                path=sight.path, capacity=0, weight=0, files=[""] * place.tp_size
+                path=sight.path, capacity=0, weight=0, files=[""] * len(place.geometries)
             )
             if known:
                 logger.info("ssdkv: device %s is added", sight.path)
@@ -159,10 +158,11 @@ def _divide(place: Place, manifest: Manifest, added: Sequence[int]) -> None:
         first = None if found.kept else growing_by(manifest, whole, found.kept)
         made = [] if first is None else [first]
     if not (found.kept or made):
+        largest = max(one.slot_bytes for one in place.geometries)
         raise ConfigError(
-            f"the devices have no room for a block of {format_size(place.geometry.slot_bytes)}: "
+            f"the devices have no room for a block of {format_size(largest)}: "
             f"capacities are {', '.join(format_size(d.capacity) for d in manifest.present())} for "
-            f"{place.tp_size} rank(s)"
+            f"{len(place.geometries)} rank(s)"
         )
     manifest.segments, manifest.numbers = [*found.kept, *made], found.numbers
     manifest.fresh += [segment.first for segment in made]
@@ -186,11 +186,10 @@ def division_of(
     """
     copies = max((segment.copies for segment in manifest.segments), default=1)
     return divide(
-        manifest.geometry,
+        manifest.geometries,
         manifest.segments,
         manifest.weights(),
         _rooms(manifest, state, capacity),
-        manifest.tp_size,
         added,
         copies if replicas is None else replicas,
     )
@@ -199,7 +198,7 @@ def division_of(
 def growing_by(manifest: Manifest, whole: Division, segments: Sequence[Segment]) -> Segment | None:
     """The segment that a growing store gets next; None: it is as large as it may be."""
     geometry = manifest.geometry
-    slot = geometry.units_per_slot * geometry.unit_bytes * manifest.tp_size
+    slot = sum(one.units_per_slot * one.unit_bytes for one in manifest.geometries)
     slots = min(segment_slots(whole.slots, 1), max(1, GROWTH_BYTES // slot))
     return next_segment(geometry, segments, manifest.weights(), whole.ends, slots)
 

@@ -1,0 +1,73 @@
+"""Pipelines in mode reuse: each stage has its own layers and files; one index serves all."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.stock import Stock
+from tests.e2e.workload import SHORT, reuse_mode
+from tests.kit.engine import Engine
+from tests.kit.forks import environment
+from tests.kit.waiting import until
+from vllm_ssdkv.store.format.journal_record import JOURNAL, RECORD_BYTES
+from vllm_ssdkv.store.format.manifest import Manifest
+
+BLOCK = 32
+
+
+def children(process: int) -> list[int]:
+    return [int(n) for n in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_two_uneven_stages(
+    tensor: int,
+    models: dict[str, Path],
+    stock: Stock,
+    devices: Callable[..., list[dict[str, str]]],
+) -> None:
+    """Tokens are those of stock vLLM with hits, and after the engine was killed."""
+    wanted = [a.tokens for a in stock.answers("llama", SHORT)]
+    places = devices(2)
+    state = Path(places[0]["path"])
+    hits = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in SHORT]
+
+    def started() -> Engine:
+        with environment(VLLM_PP_LAYER_PARTITION="3,1"):
+            return Engine(
+                models["llama"],
+                ssdkv=reuse_mode(places),
+                kv_tokens=16384,
+                enable_prefix_caching=False,
+                pipeline_parallel_size=2,
+                tensor_parallel_size=tensor,
+                in_process=False,
+                # Where it compiles nothing, vLLM's CPU worker starts no pipeline.
+                enforce_eager=False,
+                compilation_config={"mode": 3, "backend": "eager"},
+            )
+
+    with started() as engine:
+        first, again = engine.answers(SHORT), engine.answers(SHORT)
+        assert [a.tokens for a in first] == [a.tokens for a in again] == wanted
+        assert [a.cached for a in again] == hits
+        # A block is in the journal when every rank of every stage has written it.
+        blocks = sum(len(prompt) // BLOCK for prompt in SHORT)
+        until(lambda: (state / JOURNAL).stat().st_size >= blocks * RECORD_BYTES)
+        core = engine.llm.llm_engine.engine_core.resources.engine_manager.processes[0]
+        for process in (*children(core.pid), core.pid):
+            os.kill(process, signal.SIGKILL)
+    manifest = Manifest.load(state)
+    assert manifest is not None
+    assert [one.layers for one in manifest.geometries] == [3] * tensor + [1] * tensor
+    with started() as engine:
+        after = engine.answers(SHORT)
+        assert [a.tokens for a in after] == wanted
+        assert [a.cached for a in after] == hits
+        for name in ("checksum_failures", "header_mismatches", "load_failures"):
+            assert engine.ssdkv(name) == 0, name
