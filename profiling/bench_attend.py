@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from vllm_ssdkv import _kernels
-from vllm_ssdkv.kernels.native import vectors
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState, Rows
 from vllm_ssdkv.profiling.rig.measure import by_turns, timed
 
@@ -71,7 +70,8 @@ def native_call(shape: Shape, threads: int) -> Callable[[], torch.Tensor]:
         row * blocks,
         (row + 1) * blocks,
     )
-    asked, answer = vectors("query", query, *heads), vectors("out", out, *heads)
+    asked = _kernels.vectors("query", query, *heads)
+    answer = _kernels.vectors("out", out, *heads)
 
     def call() -> torch.Tensor:
         state.m.fill_(-torch.inf)

@@ -70,6 +70,13 @@ class Vectors:
         self, address: int, dtype: int, stride: int, tokens: int, heads: int, head_size: int
     ) -> None: ...
 
+def vectors(name: str, tensor: object, heads: int, head_size: int) -> Vectors:
+    """
+    A torch tensor ``[T, heads, head_size]`` as kernels take it.
+
+    The caller keeps it alive. Raises ValueError, naming it, if heads have holes.
+    """
+
 class State:
     """
     State of an online softmax: ``m, l [T, q_heads]``, ``acc`` of them.
@@ -155,16 +162,15 @@ def merge(state: State, part: State) -> None:
     """Fold the state of further keys into a state of the same queries."""
 
 def store_kv(
-    key: Vectors,
-    value: Vectors,
+    key: object,
+    value: object,
     slot_mapping: NDArray[numpy.int64],
-    cache_address: int,
-    block_stride: int,
+    cache: object,
     shape: BlockShape,
     threads: int,
 ) -> None:
     """
-    Scatter new K and V into blocks of a layer, ``block_stride`` bytes apart.
+    Scatter new K and V, torch tensors, into the blocks of a layer's ``cache``, another.
 
     ``slot_mapping[t] = block * block_tokens + offset``; negative slots are skipped.
     """
@@ -601,6 +607,18 @@ class ChoiceTotals:
     def missing(self) -> float:
         """Softmax mass outside windows and lists, by estimate."""
 
+class ChosenLists:
+    """Pages that the layers of a step chose."""
+
+    @property
+    def layers(self) -> list[int]:
+        """Layers that have chosen some, ascending."""
+
+    def of(self, layer: int) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32]] | None:
+        """
+        Pages of a layer, and the edges of their lists; None: it chose none, or has stopped.
+        """
+
 class StepPlan:
     """
     Attention of a step.
@@ -625,38 +643,34 @@ class StepPlan:
     def run_layer(
         self,
         layer: int,
-        query: Vectors,
-        cache: int,
-        blocks: int,
-        block_stride: int,
-        out: Vectors,
+        query: object,
+        cache: object,
+        out: object,
         scale: float,
         clock: AttentionClock,
         sliding_window: int | None,
         sinks: NDArray[numpy.float32] | None,
         soft_cap: float,
         slopes: NDArray[numpy.float32] | None,
-        tell: bool,
         room: int,
         guess: GuessedPages | None,
-    ) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32]] | None:
+    ) -> bool:
         """
         Attend to windows and contexts of a layer, and write ``out``.
 
-        ``cache``: address of the first of so many ``blocks`` in HBM, ``block_stride`` bytes apart.
-        ``sliding_window``: of the keys in HBM; ``sinks [q_heads]``: logits of attention sinks;
-        ``soft_cap`` and ``slopes``: as of ``State``. To ``tell``
-        is to answer with the pages that were chosen, if any, and the edges of their lists. Where chosen
-        pages are not in memory, or pages of the ``guess``, the layer has stopped: :meth:`resume` goes on.
-        Places are taken for up to ``room`` distinct pages.
+        ``query`` and ``out [T, q_heads, head_size]`` and ``cache [num_blocks, ...]``, the layer's blocks in
+        HBM, are torch tensors. ``sliding_window``: of the keys in HBM; ``sinks [q_heads]``: logits of
+        attention sinks; ``soft_cap`` and ``slopes``: as of ``State``. Where chosen pages are not in memory,
+        or pages of the ``guess``, the layer stops, and False is the answer: :meth:`resume` goes on. Places
+        are taken for up to ``room`` distinct pages.
         """
 
     def choose(self, choosing: ChoosingRows | None) -> None:
         """These rows choose from now on."""
 
     @property
-    def stopped(self) -> bool:
-        """Whether somebody has to read for the layer."""
+    def chosen(self) -> ChosenLists:
+        """Pages that the layers have chosen, so far."""
 
     def choices(
         self,

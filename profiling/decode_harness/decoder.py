@@ -199,6 +199,7 @@ class PagedDecoder:
                 blocks = num_blocks, heads * block * 2 * size
                 self._caches.append(torch.zeros(blocks, dtype=model.dtype, device=self.device))
             self.worker.register(dict(zip(names, self._caches, strict=True)))
+            self._paged = self.worker.page_mode
         except BaseException:
             self.close()
             raise
@@ -332,7 +333,7 @@ class PagedDecoder:
             mapping = self._slots_of(request, first, end)
             for layer, cache in enumerate(self._caches):
                 key, value = source(layer, first, end - first)
-                store_new(self.worker.page_mode, key, value, cache, mapping)
+                store_new(self._paged, key, value, cache, mapping)
             plan = self._plan()
             self._save(plan, name, request, end)
             request.tokens = end
@@ -399,12 +400,12 @@ class PagedDecoder:
             part.transpose(1, 2).reshape(batch * count, -1, size).contiguous()
             for part in (query, key, value)
         )
-        store_new(self.worker.page_mode, keys, values, self._caches[layer], self._mapping)
+        store_new(self._paged, keys, values, self._caches[layer], self._mapping)
         if self._rows is None:
             self._rows = self._rows_of_step()
         out = torch.empty_like(queries)
         attend_layer(
-            self.worker.page_mode,
+            self._paged,
             self.layout.layer_names[layer],
             queries,
             values,
@@ -416,7 +417,7 @@ class PagedDecoder:
         return out.view(batch, count, heads, size)
 
     def _rows_of_step(self) -> RowBatch:
-        if self.worker.page_mode.step is None:
+        if self._paged.step is None:
             raise RuntimeError("there is no step to attend for")
         block = self.room.block_tokens
         ends = np.array([request.tokens + count for request, count in self._now], dtype=np.int64)
@@ -426,7 +427,7 @@ class PagedDecoder:
         for row, (request, _) in enumerate(self._now):
             table[row, : len(request.hbm)] = request.hbm
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        return rows_of_step(self.worker.page_mode.step, starts, ends, table, block)
+        return rows_of_step(self._paged.step, starts, ends, table, block)
 
     # ---- measuring ----
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,9 +17,10 @@ from vllm_ssdkv.attention.decode_plan import DecodePlan
 from vllm_ssdkv.base.metrics import counter_key
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.request import RequestOptions
+from vllm_ssdkv.connector.worker import page_mode
 from vllm_ssdkv.profiling.decode_harness.decoder import PagedDecoder, Room
 from vllm_ssdkv.profiling.decode_harness.models import make_model
-from vllm_ssdkv.sparse.prefetch import SelectionHistory
+from vllm_ssdkv.sparse.prefetch import Prefetcher
 
 CPU = torch.device("cpu")
 NATIVE = counter_key("context_steps_native")
@@ -30,7 +32,6 @@ ASKED = st.one_of(
     st.builds(RequestOptions, budget=st.sampled_from((0.1, 0.6))),
 )
 """Options of requests to an engine whose selector scores pages."""
-REMEMBER = SelectionHistory.remember
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class Run:
 
     Attributes:
         logits: Behind each token, the prompts' last ones first, [steps, requests, vocabulary].
-        chosen: Layer, pages and edges of each choice that was kept for the next step.
+        chosen: Layer, pages and edges of each choice that a step keeps for the next one.
         counted: What was counted, but for times.
     """
 
@@ -135,13 +136,27 @@ class Run:
     counted: dict[str, float]
 
 
+def latest(
+    guesses: Prefetcher, layers: int, names: list[str]
+) -> list[tuple[int, list[int], list[int]]]:
+    """Choices that are kept, of all layers that have one."""
+    long = np.full(len(names), 1024)
+    found = {layer: guesses.likely.recall(layer, names, long) for layer in range(layers)}
+    return [
+        (layer, one.pages.tolist(), one.begin.tolist())
+        for layer, one in found.items()
+        if one is not None
+    ]
+
+
 def run(case: Case, model: torch.nn.Module) -> Run:
     room = Room(len(case.prompts), max(case.prompts) + STEPS + 1, case.block_tokens, chunk=128)
     names = [str(number) for number in range(len(case.prompts))]
     random = torch.Generator().manual_seed(7)
+    guesses, chosen = Prefetcher(), []
     with (
         tempfile.TemporaryDirectory() as directory,
-        patch.object(SelectionHistory, "remember", autospec=True, side_effect=REMEMBER) as kept,
+        patch.object(page_mode, "Prefetcher", return_value=guesses),
         PagedDecoder(
             model, case.options(), room, Path(directory) / "store", durable=False
         ) as decoder,
@@ -155,9 +170,8 @@ def run(case: Case, model: torch.nn.Module) -> Run:
         logits = [torch.stack(last)]
         for _ in range(STEPS):
             logits.append(decoder.step(names, logits[-1].argmax(-1)))
+            chosen += latest(guesses, case.layers, names)
         counted = decoder.worker.counters.totals()
-    calls = [call.args for call in kept.call_args_list]
-    chosen = [(layer, pages.tolist(), begin.tolist()) for _, layer, _, _, pages, begin in calls]
     kept_keys = {
         key: value
         for key, value in counted.items()

@@ -66,7 +66,7 @@ class Compared:
         step, store = paged.step, paged.store
         assert step is not None
         assert paged.x_cache is not None
-        layer = step.layer(layer_name)
+        layer = step.layers[layer_name]
         (request_id,) = {name for name in step.x_requests if name}
         known = store.context_from(request_id, 0)
         for block, position in zip(rows.window_ids, rows.window_position, strict=True):

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from tests.store.tails import addresses
 from vllm_ssdkv import _kernels
-from vllm_ssdkv.kernels.native import vectors
 from vllm_ssdkv.kernels.operands.block_layout import DTYPES, PLAIN, BlockLayout, Softmax
 from vllm_ssdkv.profiling.dense_oracle import paged_attention, write_block
 
@@ -137,7 +136,7 @@ class Paged:
         ends = np.cumsum(sizes, dtype=np.int32)
         position = [np.arange(begin, end)[::-1] * layout.block_tokens for begin, end in spans]
         _kernels.attend(
-            vectors("query", self.query, self.q_heads, layout.head_size),
+            _kernels.vectors("query", self.query, self.q_heads, layout.head_size),
             self.scale,
             self.state(),
             _kernels.Rows(
@@ -166,7 +165,7 @@ class Paged:
         """Output ``[tokens, q_heads, head_size]`` and log-sum-exp ``[tokens, q_heads]``."""
         out = torch.full(self.acc.shape, torch.nan, dtype=dtype)
         lse = np.full_like(self.m, np.nan)
-        _kernels.finish(self.state(), vectors("out", out, *out.shape[1:]), lse, 2)
+        _kernels.finish(self.state(), _kernels.vectors("out", out, *out.shape[1:]), lse, 2)
         return out, torch.from_numpy(lse)
 
     def oracle(self, spans: Sequence[Span] | None = None) -> Expected:
@@ -463,7 +462,7 @@ def test_finish_without_lse_and_with_a_wide_stride(isa: str) -> None:
     case = Paged(layout_of(), 2, [Row(30, 4)])
     case.attend()
     wide = torch.full((case.tokens, case.q_heads + 2, 64), 7.0)
-    out = vectors("out", wide[:, : case.q_heads], case.q_heads, 64)
+    out = _kernels.vectors("out", wide[:, : case.q_heads], case.q_heads, 64)
     _kernels.finish(case.state(), out, None, 1)
     assert torch.equal(wide[:, : case.q_heads], case.finish()[0])
     assert (wide[:, case.q_heads :] == 7.0).all()
@@ -489,8 +488,7 @@ def test_store_kv_writes_the_block_layout(dtype: torch.dtype, padding: int) -> N
             start = (head * layout.groups + group) * layout.page_stride_bytes
             page = want[block, start : start + layout.page_payload_bytes].view(dtype)
             page.view(2, 8, 40)[:, at] = fused[token, :, head]
-    parts = vectors("key", key, 3, 40), vectors("value", value, 3, 40)
-    _kernels.store_kv(*parts, slots, cache.data_ptr(), block_stride, layout.shape, 2)
+    _kernels.store_kv(key, value, slots, cache.view(dtype), layout.shape, 2)
     assert torch.equal(cache, want)
 
 

@@ -19,8 +19,7 @@ import torch
 from vllm_ssdkv import _kernels
 from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.kernels.dense import CpuKernels, select_kernels
-from vllm_ssdkv.kernels.native import vectors
-from vllm_ssdkv.kernels.operands.block_layout import PLAIN, BlockLayout, Softmax, block_stride
+from vllm_ssdkv.kernels.operands.block_layout import PLAIN, BlockLayout, Softmax
 from vllm_ssdkv.kernels.step_clock import AttentionClock, StepClock
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.read.context_stream import ContextStream, Part
@@ -34,20 +33,16 @@ class DecodePlan:
 
     def __init__(
         self,
-        layout: BlockLayout,
         plan: _kernels.StepPlan,
         clock: AttentionClock,
         decode: SparseDecode | None,
         batch: RowBatch,
     ):
-        """``layout``: of a block in HBM; ``decode``: of the rows of the ``batch`` that choose, if
-        any may."""
-        self._layout = layout
+        """``decode``: of the rows of the ``batch`` that choose, if any may."""
         self._batch = batch
         self._plan = plan
         self._clock = clock
         self._decode = decode
-        self._tells = decode is not None and decode.remembers
         self._reads = decode is not None and decode.reads
 
     @classmethod
@@ -96,7 +91,7 @@ class DecodePlan:
             [layer in layers for layer in range(geometry.layers)],
             kernels.threads,
         )
-        return cls(layout, plan, clock, decode, batch)
+        return cls(plan, clock, decode, batch)
 
     def attend(
         self,
@@ -119,42 +114,35 @@ class DecodePlan:
             sliding_window: Tokens in HBM that a query sees, its own included.
             softmax: Of the layer.
         """
-        layout = self._layout
-        if cache.dtype != layout.dtype or not cache.is_cpu:
-            raise ValueError(f"blocks must be {layout.dtype} on the CPU")
-        heads, size = query.shape[1], layout.head_size
         decode, room, guess = self._decode, 0, None
         if decode is not None and self._reads:
             if decode.has_lost:
                 self._plan.choose(decode.choosing_rows(self._batch, query))
             room, guess = decode.contexts.settle_reads(), decode.guess(layer)
-        chosen = self._plan.run_layer(
+        ended = self._plan.run_layer(
             layer,
-            vectors("query", query, heads, size),
-            cache.data_ptr(),
-            cache.shape[0],
-            block_stride(cache) * cache.itemsize,
-            vectors("out", out, heads, size),
+            query,
+            cache,
+            out,
             scale,
             self._clock,
             sliding_window,
             softmax.host_sinks,
             softmax.soft_cap,
             softmax.host_slopes,
-            self._tells,
             room,
             guess,
         )
-        if decode is None:
-            return
-        if self._plan.stopped:
+        if decode is not None and not ended:
             decode.bring(layer, self._plan, self._clock)
-        elif chosen is not None:
-            decode.remember(layer, *chosen)
+        elif decode is not None and self._reads:
+            decode.remember(layer, self._plan.chosen)
 
-    def count(self) -> None:
-        """Add what the layers chose to the counts of the rows that choose."""
+    def end(self) -> None:
+        """End the step: keep and count what its layers chose."""
         if self._decode is not None:
+            if not self._reads:
+                self._decode.remember_step(self._plan.chosen)
             self._decode.count_native(self._plan.totals)
 
 

@@ -245,11 +245,6 @@ class SparseDecode:
         return self._next.keys()
 
     @property
-    def remembers(self) -> bool:
-        """Check whether a layer's choice is wanted for the next step."""
-        return self._guesses is not None
-
-    @property
     def reads(self) -> bool:
         """Check whether pages may have to be read."""
         return not self.contexts.in_frames
@@ -302,14 +297,19 @@ class SparseDecode:
             contexts.slots,
         )
 
-    def remember(self, layer: int, pages: NDArray[np.int32], begin: NDArray[np.int32]) -> None:
-        """The rows of this step chose these pages."""
+    def remember(self, layer: int, lists: _kernels.ChosenLists) -> None:
+        """The rows of this step have chosen pages of a layer, and none had to be read."""
+        now, guesses, chosen = self._choosing, self._guesses, lists.of(layer)
+        if now is not None and guesses is not None and chosen is not None:
+            guesses.likely.remember(layer, now.requests, now.blocks, *chosen)
+            self.contexts.pass_over()
+            guesses.counts.count(layer, now.requests, now.blocks, *chosen)
+
+    def remember_step(self, lists: _kernels.ChosenLists) -> None:
+        """The rows of this step have chosen pages of all layers, which were in frames."""
         now, guesses = self._choosing, self._guesses
         if now is not None and guesses is not None:
-            guesses.likely.remember(layer, now.requests, now.blocks, pages, begin)
-            if self.reads:
-                self.contexts.pass_over()
-                guesses.counts.count(layer, now.requests, now.blocks, pages, begin)
+            guesses.likely.remember_step(now.requests, now.blocks, lists)
 
     def bring(self, layer: int, plan: _kernels.StepPlan, clock: AttentionClock) -> None:
         """Bring what a layer that has stopped needs, and have it go on."""

@@ -226,31 +226,25 @@ class PagedAttentionImpl(AttentionImpl):
                 )
             return output.zero_()
         tokens = attn_metadata.num_actual_tokens
+        heads = tokens, self.num_heads, self.head_size
         if attn_metadata.rows is None:
             attn_metadata.rows = self._rows(paged.step, attn_metadata, paged.layout.block_tokens)
             paged.begin_recording(attn_metadata.rows, query.device)
-        paged.record_inputs(layer.layer_name, query.device)
-        queries = self._heads(query, tokens)
-        values = value[:tokens].view(tokens, self.num_kv_heads, self.head_size)
+        if paged.x_cache is not None:
+            paged.record_inputs(layer.layer_name, query.device)
         attend_layer(
             paged,
             layer.layer_name,
-            queries,
-            values,
+            query[:tokens].view(heads),
+            value[:tokens].view(tokens, self.num_kv_heads, self.head_size),
             kv_cache,
-            self._heads(output, tokens),
+            output[:tokens].view(heads),
             attn_metadata.rows,
             self.scale,
             sliding_window=self.sliding_window,
             softmax=self.softmax,
         )
         return output
-
-    def _heads(self, values: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The first tokens' values, [tokens, Hq, D]."""
-        if values.shape[0] != tokens:
-            values = values[:tokens]
-        return values.view(tokens, self.num_heads, self.head_size)
 
     @staticmethod
     def _rows(step: PagedStep, metadata: PagedMetadata, block_tokens: int) -> RowBatch:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv import _kernels
 from vllm_ssdkv.base.errors import UnsupportedError
-from vllm_ssdkv.kernels.native import NativeKernels, vectors
+from vllm_ssdkv.kernels.native import NativeKernels
 from vllm_ssdkv.kernels.operands.block_layout import (
     BlockLayout,
     BlockSource,
@@ -201,7 +201,7 @@ class CpuKernels(NativeKernels):
                 raise ValueError(f"blocks must be {layout.dtype} on the CPU")
             base = base * np.uint64(layout.dtype.itemsize) + np.uint64(source.tensor.data_ptr())
         self._native.attend(
-            vectors("query", query, query.shape[1], layout.head_size),
+            _kernels.vectors("query", query, query.shape[1], layout.head_size),
             scale,
             state.bound,
             rows.bound,
@@ -220,7 +220,7 @@ class CpuKernels(NativeKernels):
             raise ValueError(f"lse must be float32 {tuple(state.m.shape)}")
         self._native.finish(
             state.bound,
-            vectors("out", out, heads, head_size),
+            _kernels.vectors("out", out, heads, head_size),
             None if lse is None else lse.numpy(),
             self.threads,
         )
@@ -238,20 +238,11 @@ class CpuKernels(NativeKernels):
         layout: BlockLayout,
     ) -> None:
         """See :meth:`AttentionKernels.store_kv`; also refuses slots outside the cache."""
-        stride = layout.check_cache(cache)
-        slots = on_host(slot_mapping, np.int64)
-        heads, head_size = layout.kv_heads, layout.head_size
-        parts = vectors("key", key, heads, head_size), vectors("value", value, heads, head_size)
-        if slots.size and int(slots.max()) >= cache.shape[0] * layout.block_tokens:
-            raise ValueError(f"slot {int(slots.max())} lies outside {cache.shape[0]} blocks")
-        self._native.store_kv(
-            *parts,
-            slots,
-            cache.data_ptr(),
-            stride * cache.itemsize,
-            layout.shape,
-            self.threads,
-        )
+        if isinstance(slot_mapping, torch.Tensor) and slot_mapping.dtype == torch.int64:
+            slots = slot_mapping.numpy()  # in every layer of a step
+        else:
+            slots = on_host(slot_mapping, np.int64)
+        self._native.store_kv(key, value, slots, cache, layout.shape, self.threads)
 
     def pack(
         self,

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv import _io, _kernels
 from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.kernels.dense import TritonKernels, block_addresses
-from vllm_ssdkv.kernels.native import NativeKernels, vectors
+from vllm_ssdkv.kernels.native import NativeKernels
 from vllm_ssdkv.kernels.operands.block_layout import (
     BlockLayout,
     IntArray,
@@ -132,7 +132,7 @@ class CpuPageKernels(NativeKernels):
         """See :meth:`PageKernels.attend_pages`."""
         rows, listed = pages.bound
         self._native.attend(
-            vectors("query", query, query.shape[1], layout.head_size),
+            _kernels.vectors("query", query, query.shape[1], layout.head_size),
             scale,
             state.bound,
             rows,

@@ -13,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ssdkv import _kernels
 from vllm_ssdkv.sparse.choice_counts import ChoiceCounts
 
 
@@ -32,12 +34,16 @@ class Prediction:
     begin: NDArray[np.int32]
 
 
+Lists: TypeAlias = tuple[NDArray[np.int32], NDArray[np.int32]]
+"""Pages, and the edges of their lists."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Chosen:
     requests: list[str]
     blocks: NDArray[np.int64]
-    pages: NDArray[np.int32]
-    begin: NDArray[np.int32]
+    lists: Lists | _kernels.ChosenLists
+    """Lists of one layer, or of a whole step."""
 
 
 class SelectionHistory:
@@ -58,7 +64,16 @@ class SelectionHistory:
         begin: NDArray[np.int32],
     ) -> None:
         """These rows chose these pages, of contexts of so many ``blocks``, [rows]."""
-        self._chosen[layer] = _Chosen(list(requests), blocks, pages, begin)
+        self._chosen[layer] = _Chosen(list(requests), blocks, (pages, begin))
+
+    def remember_step(
+        self,
+        requests: Sequence[str],
+        blocks: NDArray[np.int64],
+        lists: _kernels.ChosenLists,
+    ) -> None:
+        """These rows chose these pages, in all layers that have any."""
+        self._chosen |= dict.fromkeys(lists.layers, _Chosen(list(requests), blocks, lists))
 
     def recall(
         self, layer: int, requests: Sequence[str], blocks: NDArray[np.int64]
@@ -70,18 +85,23 @@ class SelectionHistory:
         chosen = self._chosen.get(layer)
         if chosen is None:
             return None
+        made = chosen.lists
+        latest = made.of(layer) if isinstance(made, _kernels.ChosenLists) else made
+        if latest is None:
+            return None
+        all_pages, all_edges = latest
         if chosen.requests == list(requests) and bool((chosen.blocks <= blocks).all()):
-            return Prediction(np.arange(len(blocks)), chosen.pages, chosen.begin)
+            return Prediction(np.arange(len(blocks)), all_pages, all_edges)
         known = {request: row for row, request in enumerate(chosen.requests)}
         rows, lists = [], []
-        heads = (len(chosen.begin) - 1) // max(1, len(chosen.requests))
+        heads = (len(all_edges) - 1) // max(1, len(chosen.requests))
         for row, (request, size) in enumerate(zip(requests, blocks.tolist(), strict=True)):
             old = known.get(request)
             if old is None or chosen.blocks[old] > size:
                 continue
             rows.append(row)
-            edges = chosen.begin[old * heads : (old + 1) * heads + 1]
-            lists += [chosen.pages[a:b] for a, b in pairwise(edges)]
+            edges = all_edges[old * heads : (old + 1) * heads + 1]
+            lists += [all_pages[a:b] for a, b in pairwise(edges)]
         if not rows:
             return None
         begin = np.zeros(len(lists) + 1, dtype=np.int32)

@@ -170,14 +170,13 @@ class ContextStore(TieredStore):
         if slots is not None:
             self._seals.release(self.frames.release_references(slots))
 
-    def context(self, request_id: str, blocks: int) -> NDArray[np.int64] | None:
-        """Slots of a request's first ``blocks`` blocks, or None when not all are known."""
-        slots = self._contexts.get(request_id, _NO_SLOTS)
-        return slots[:blocks] if len(slots) >= blocks else None
-
     def context_from(self, request_id: str, block: int) -> NDArray[np.int64]:
         """Slots of a request's blocks from ``block`` on, as far as they are known."""
         return self._contexts.get(request_id, _NO_SLOTS)[block:]
+
+    def whole_contexts(self, request_ids: Sequence[str]) -> list[NDArray[np.int64]]:
+        """Slots of all blocks of these requests, as far as they are known."""
+        return [self._contexts.get(request_id, _NO_SLOTS) for request_id in request_ids]
 
     def stream(
         self,

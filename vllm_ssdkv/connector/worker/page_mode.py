@@ -222,7 +222,7 @@ class PageMode:
         cache, projector, step = self.x_cache, self.projector, self.step
         if cache is None or projector is None or step is None:
             return
-        layer = step.layer(layer_name)
+        layer = step.layers[layer_name]
         if cache.recording:
             cache.record(layer, projector.take(layer))
         offload = self.config.offload
@@ -267,8 +267,8 @@ class PageMode:
                 "request(s), which attend to everything: raise sparse.summaries, dram_gib with it",
                 step.left_out,
             )
-        report.bad.extend((slot, -1) for slot in step.bad_slots)
-        report.unread.extend((slot, -1) for slot in step.unread_slots)
+        report.bad += [(slot, -1) for slot in step.bad_slots]
+        report.unread += [(slot, -1) for slot in step.unread_slots]
         spoiled: list[int] = []
         for row in step.poisoned_rows():
             self._poisoned.add(row.request_id)

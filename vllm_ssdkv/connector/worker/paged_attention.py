@@ -91,10 +91,11 @@ def attend_layer(
     if step is None:
         raise RuntimeError("there is no step to attend for")
     cache = kv_cache.view(kv_cache.shape[0], -1)
-    layer = step.layer(layer_name)
-    if paged.ordering is not None:
+    layer = step.layers[layer_name]
+    if paged.ordering is not None and paged.ordering.by_co_activation:
         paged.ordering.observe(layer, query, cache, rows, scale)
-    plan = step.plan(rows, paged.block_layout, query)
+    known = step.plans.get(id(rows))
+    plan = step.plan(rows, paged.block_layout, query) if known is None else known[1]
     if plan is not None:
         plan.attend(layer, query, cache, out, scale, sliding_window, softmax)
     else:

@@ -65,19 +65,19 @@ class PagedStep:
         self._rows = tuple(rows)
         self._requests = [row.request_id for row in self._rows]
         self._by_block = {row.write_block: i for i, row in enumerate(self._rows)}
-        self._layers = {name: i for i, name in enumerate(layout.layer_names)}
+        self.layers = {name: i for i, name in enumerate(layout.layer_names)}
         self._geometry = layout.geometry
         self._token_bytes = 2 * layout.head_size * layout.dtype.itemsize
         self.clock: StepClock = AttentionClock()
         none = np.zeros(0, dtype=np.int64)
-        contexts = []
+        contexts = store.whole_contexts(self._requests)
         self._hopeless: set[int] = set()
         for i, row in enumerate(self._rows):
-            context = store.context(row.request_id, row.hbm_start) if context_layers else none
-            if row.request_id in poisoned or context is None:
+            before = row.hbm_start if context_layers else 0
+            if row.request_id in poisoned or len(contexts[i]) < before:
                 self._hopeless.add(i)
-                context = none
-            contexts.append(context)
+                before = 0
+            contexts[i] = contexts[i][:before]
         self._offloader = offloader
         tokens = [row.tokens for row in self._rows]
         self._near = None
@@ -125,8 +125,8 @@ class PagedStep:
             theirs = [c if x else none for c, x in zip(contexts, as_x, strict=True)]
             self._x_stream = store.stream_x(theirs, context_layers)
             contexts = [none if x else c for c, x in zip(contexts, as_x, strict=True)]
-        self._plans: dict[int, tuple[RowBatch, DecodePlan | None]] = {}
-        """Plans by the batch of their rows: layers with caches of other sizes have another one."""
+        self.plans: dict[int, tuple[RowBatch, DecodePlan | None]] = {}
+        """Batches that :meth:`plan` has planned for, by their identity, with their plans."""
         peer = None if self._near is None else self._near.device.peer
         self._stream = store.stream(
             contexts,
@@ -136,6 +136,9 @@ class PagedStep:
             peer,
             elsewhere=elsewhere,
         )
+        walks = (self._stream, self._x_stream)
+        self._streams = [stream for stream in walks if stream is not None]
+        """Walks over contexts: over K and V, and over X."""
 
     def rows_of(
         self, write_blocks: NDArray[np.int64], first: NDArray[np.int64]
@@ -159,36 +162,28 @@ class PagedStep:
         starts = [self._rows[i].hbm_start for i in index]
         return np.array(index, dtype=np.int64), np.array(starts, dtype=np.int64)
 
-    def layer(self, layer_name: str) -> int:
-        """Number of a layer in slots."""
-        return self._layers[layer_name]
-
     def plan(self, batch: RowBatch, layout: BlockLayout, query: torch.Tensor) -> DecodePlan | None:
-        """Plan of the step's layers for native code, made when the first of them asks; None: they
-        are attended to by :meth:`context` and :meth:`choosing`.
+        """Plan the step's layers for native code, and keep the plan in :attr:`plans`; None: they
+        are attended to by :meth:`context` and :meth:`choosing`. Layers with caches of other sizes
+        have another batch.
 
         Args:
             batch: Rows of the layer.
             layout: Of a block in HBM.
             query: [T, Hq, D].
         """
-        known = self._plans.get(id(batch))
-        if known is None:
-            known = self._plans[id(batch)] = batch, self._planned(batch, layout, query)
-        return known[1]
-
-    def _planned(
-        self, batch: RowBatch, layout: BlockLayout, query: torch.Tensor
-    ) -> DecodePlan | None:
-        if self._near is not None or self._x_stream is not None or self._clustered:
-            return None  # somebody has to see what happens between layers
-        return DecodePlan.of(
-            batch, layout, self._geometry, self._stream, self._decode, query, self.clock
-        )
+        plan = None
+        # Else somebody has to see what happens between layers.
+        if self._near is None and self._x_stream is None and not self._clustered:
+            plan = DecodePlan.of(
+                batch, layout, self._geometry, self._stream, self._decode, query, self.clock
+            )
+        self.plans[id(batch)] = batch, plan
+        return plan
 
     def context(self, layer_name: str, batch: RowBatch, layout: BlockLayout) -> LayerContext:
         """The layer's contexts. ``layout``: of a block of them."""
-        layer = self._layers[layer_name]
+        layer = self.layers[layer_name]
         if self._lost:
             return NO_CONTEXT
         context = self._device_context(layer, batch, layout)
@@ -231,7 +226,7 @@ class PagedStep:
     ) -> Callable[[PartialState], None] | None:
         """Folds the layer's chosen pages into a state that has seen the window; None: nobody
         chooses. ``value``: V of the same tokens, [T, Hkv, D]; the others as in ``attend_exact``."""
-        decode, layer = self._decode, self._layers[layer_name]
+        decode, layer = self._decode, self.layers[layer_name]
         if self._clusters is not None and self._clustered:
             self._note_prompts(self._clusters, layer, query, batch)
         if decode is None or self._lost:
@@ -254,7 +249,7 @@ class PagedStep:
 
     def poisoned_rows(self) -> list[Row]:
         """Rows whose output must be thrown away."""
-        poisoned = self._hopeless.union(*(stream.poisoned for stream in self._streams))
+        poisoned = self._hopeless.union(*[stream.poisoned for stream in self._streams])
         if self._lost:
             poisoned |= {i for i, slots in enumerate(self._contexts) if len(slots)}
         if self._decode is not None:
@@ -265,18 +260,13 @@ class PagedStep:
     def bad_slots(self) -> list[int]:
         """Slots with wrong bytes, or that are given up."""
         chosen = [] if self._decode is None else self._decode.contexts.bad
-        return [*(slot for stream in self._streams for slot in stream.bad), *chosen]
+        return [*[slot for stream in self._streams for slot in stream.bad], *chosen]
 
     @property
     def unread_slots(self) -> list[int]:
         """Slots that could not be read, and may be later."""
         chosen = [] if self._decode is None else self._decode.contexts.unread
-        return [*(slot for stream in self._streams for slot in stream.unread), *chosen]
-
-    @property
-    def _streams(self) -> list[ContextStream]:
-        """Walks over contexts: over K and V, and over X."""
-        return [self._stream] if self._x_stream is None else [self._stream, self._x_stream]
+        return [*[slot for stream in self._streams for slot in stream.unread], *chosen]
 
     @property
     def x_requests(self) -> list[str | None]:
@@ -296,12 +286,14 @@ class PagedStep:
 
     def count(self, counters: Counters) -> None:
         """Add what the step did to the worker's counters."""
-        plans = [plan for _, plan in self._plans.values() if plan is not None]
+        plans = [plan for _, plan in self.plans.values() if plan is not None]
         for plan in plans:
-            plan.count()
-        in_dram = sum(stream.pages_in_dram for stream in self._streams)
-        on_ssd = sum(stream.pages_on_ssd for stream in self._streams)
-        used = sum(stream.pages_used for stream in self._streams) * self._geometry.payload_bytes
+            plan.end()
+        in_dram = on_ssd = used = 0
+        for stream in self._streams:
+            in_dram += stream.pages_in_dram
+            on_ssd += stream.pages_on_ssd
+            used += stream.pages_used * self._geometry.payload_bytes
         streamed = (in_dram, on_ssd, in_dram + on_ssd > 0, used)
         gains = (*streamed, len(plans) > 0, self.left_out, *self.clock.seconds)
         counters.add_keyed(STEP_KEYS, gains)
@@ -352,7 +344,7 @@ class PagedStep:
     def streamed(self) -> tuple[list[Row], list[SlotArray]]:
         """Rows that attend to everything, now and later, and the slots of their contexts; none
         where no block was read from devices."""
-        if not any(stream.pages_on_ssd for stream in self._streams):  # as in most steps
+        if not sum([stream.pages_on_ssd for stream in self._streams]):  # as in most steps
             return [], []
         lost = set().union(*(stream.poisoned for stream in self._streams))
         others = {*self._hopeless, *lost, *self._choosing, *self._later}
@@ -368,5 +360,5 @@ class PagedStep:
             if self._decode is not None:
                 self._decode.contexts.close()
         # With their blocks in HBM: nobody reads those, until they leave it.
-        known = [self._store.context_from(row.request_id, 0) for row in self._rows]
+        known = self._store.whole_contexts(self._requests)
         self._store.rebalance_dram(known, self._choosing, self._later)

@@ -19,6 +19,9 @@ class TokenOrdering:
 
     Layers with a sliding window keep the order of positions, which their masks go by. Used by the
     thread of the forward pass.
+
+    Attributes:
+        by_co_activation: Whether :meth:`observe` has anything to count.
     """
 
     def __init__(
@@ -37,7 +40,7 @@ class TokenOrdering:
         self._layers = np.zeros(layers, np.uint8)
         self._layers[list(context_layers)] = 1
         self._sinks = max(1, -(-sink_tokens // layout.page_tokens))
-        self._by_co_activation = by_co_activation
+        self.by_co_activation = by_co_activation
         self._wanted: NDArray[np.int64] = np.zeros(0, np.int64)
         self._rows: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -53,7 +56,7 @@ class TokenOrdering:
 
         Blocks that a single decoded token completes are not counted.
         """
-        if not (self._by_co_activation and len(self._wanted) and self._layers[layer]):
+        if not (self.by_co_activation and len(self._wanted) and self._layers[layer]):
             return
         begin, end = np.asarray(rows.window.block_begin), np.asarray(rows.window.block_end)
         for r in np.flatnonzero(rows.query_count > 1).tolist():

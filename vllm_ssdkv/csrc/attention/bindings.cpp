@@ -18,6 +18,7 @@
 #include "attention/clock.hpp"
 #include "attention/isa.hpp"
 #include "attention/openmp_team.hpp"
+#include "attention/tensors.hpp"
 #include "attention/transfer.hpp"
 #include "base/unlocked.hpp"
 
@@ -173,26 +174,29 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> py_log_sum_exp(const BoundState& stat
   return {values, {token.shape(0), heads}, owner};
 }
 
-void py_store_kv(const Vectors& key, const Vectors& value, Vector<std::int64_t> slot_mapping,
-                 std::uint64_t cache_address, std::int64_t block_stride, const BlockShape& shape,
-                 std::int64_t threads) {
+void py_store_kv(nb::handle key, nb::handle value, const Vector<std::int64_t>& slot_mapping,
+                 nb::handle cache, const BlockShape& shape, std::int64_t threads) {
   check_threads(threads);
   const std::int64_t tokens = extent(slot_mapping.shape(0));
-  for (const Vectors* part : {&key, &value}) {
-    require(part->tokens == tokens && part->heads == shape.kv_heads &&
-                part->head_size == shape.head_size && part->dtype == shape.dtype,
-            "K and V must be of the tokens, heads and dtype of the blocks");
+  const Vectors keys = vectors_of("key", key, shape.kv_heads, shape.head_size);
+  const Vectors values = vectors_of("value", value, shape.kv_heads, shape.head_size);
+  for (const Vectors* part : {&keys, &values}) {
+    require(part->tokens == tokens && part->dtype == shape.dtype,
+            "K and V must be of the tokens and dtype of the blocks");
   }
-  require(block_stride >= shape.kv_heads * shape.groups() * shape.page_stride,
-          "block_stride is smaller than the pages of one block");
+  const CacheBlocks blocks = blocks_of(cache, shape);
+  const std::int64_t places = blocks.count * shape.block_tokens;
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    require(slot_mapping.data()[t] < places, "a slot lies outside the cache's blocks");
+  }
   const Scatter s{shape,
-                  key.data,
-                  value.data,
-                  key.stride,
-                  value.stride,
+                  keys.data,
+                  values.data,
+                  keys.stride,
+                  values.stride,
                   slot_mapping.data(),
-                  reinterpret_cast<std::byte*>(cache_address),
-                  block_stride};
+                  reinterpret_cast<std::byte*>(blocks.address),
+                  blocks.stride};
   const Unlocked unlocked;
   scatter_tokens(s, tokens, threads);
 }
@@ -269,6 +273,10 @@ Pages are ``page_stride`` bytes apart; a page is K ``[page_tokens][head_size]``,
           },
           arg("address"), arg("dtype"), arg("stride"), arg("tokens"), arg("heads"),
           arg("head_size"));
+  module.def("vectors", &vectors_of, arg("name"), arg("tensor"), arg("heads"), arg("head_size"),
+             R"(A torch tensor ``[T, heads, head_size]`` as kernels take it.
+
+The caller keeps it alive. Raises ValueError, naming it, if heads have holes.)");
   nb::class_<BoundState>(module, "State",
                          R"(State of an online softmax: ``m, l [T, q_heads]``, ``acc`` of them.
 
@@ -316,8 +324,8 @@ they are. The same call with the same ``threads`` gives the same bits.)");
   module.def("merge", &py_merge, arg("state"), arg("part"),
              "Fold the state of further keys into a state of the same queries.");
   module.def("store_kv", &py_store_kv, arg("key"), arg("value"), arg("slot_mapping").noconvert(),
-             arg("cache_address"), arg("block_stride"), arg("shape"), arg("threads"),
-             R"(Scatter new K and V into blocks of a layer, ``block_stride`` bytes apart.
+             arg("cache"), arg("shape"), arg("threads"),
+             R"(Scatter new K and V, torch tensors, into the blocks of a layer's ``cache``, another.
 
 ``slot_mapping[t] = block * block_tokens + offset``; negative slots are skipped.)");
   module.def("copy_blocks", &py_copy_blocks, arg("source").noconvert(), arg("from_shape"),

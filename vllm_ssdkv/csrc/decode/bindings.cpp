@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "attention/arguments.hpp"
+#include "attention/tensors.hpp"
 #include "base/arrays.hpp"
 #include "base/unlocked.hpp"
 #include "decode/layer_run.hpp"
@@ -270,6 +271,37 @@ ArrayOut<T> copied(const T* values, std::int64_t count) {
   return to_numpy(std::vector<T>(values, values + count));
 }
 
+// What the layers of a step chose, for who asks after it.
+class ChosenLists {
+ public:
+  explicit ChosenLists(std::size_t layers) : pages_(layers), begin_(layers) {}
+
+  void keep(std::int64_t layer, const ChosenPages& chosen, std::int64_t lists) {
+    if (chosen.count == 0) return;
+    pages_[static_cast<std::size_t>(layer)].assign(chosen.pages, chosen.pages + chosen.count);
+    begin_[static_cast<std::size_t>(layer)].assign(chosen.begin, chosen.begin + lists + 1);
+  }
+
+  std::vector<std::int64_t> layers() const {
+    std::vector<std::int64_t> found;
+    for (std::size_t at = 0; at < pages_.size(); ++at) {
+      if (!pages_[at].empty()) found.push_back(extent(at));
+    }
+    return found;
+  }
+
+  std::optional<std::pair<ArrayOut<std::int32_t>, ArrayOut<std::int32_t>>> of(
+      std::int64_t layer) const {
+    require(layer >= 0 && layer < extent(pages_.size()), "there is no such layer");
+    const auto at = static_cast<std::size_t>(layer);
+    if (pages_[at].empty()) return std::nullopt;
+    return std::pair{copied(pages_[at]), copied(begin_[at])};
+  }
+
+ private:
+  std::vector<std::vector<std::int32_t>> pages_, begin_;  // [layers]
+};
+
 class BoundPlan {
  public:
   BoundPlan(const BlockShape& hbm, const BlockShape& slot, std::int64_t header_bytes,
@@ -283,7 +315,8 @@ class BoundPlan {
         plan_{hbm,    slot,    header_bytes,
               tokens, threads, window_.get(),
               {},     nullptr, {chooses.begin(), chooses.end()},
-              {},     {}} {
+              {},     {}},
+        chosen_(std::make_shared<ChosenLists>(streamed_.size())) {
     attention::check_threads(threads);
     require(header_bytes >= 0 && tokens >= 0, "header_bytes or tokens out of range");
     require(hbm.payload() == slot.payload() && hbm.groups() == slot.groups() &&
@@ -315,56 +348,53 @@ class BoundPlan {
             "contexts and windows differ in their blocks");
   }
 
-  std::optional<std::pair<ArrayOut<std::int32_t>, ArrayOut<std::int32_t>>> run_layer(
-      std::int64_t layer, const Vectors& query, std::uint64_t cache, std::int64_t blocks,
-      std::int64_t block_stride, const Vectors& out, double scale, attention::AttentionClock& clock,
-      std::optional<std::int64_t> sliding_window, const std::optional<Vector<float>>& sinks,
-      double soft_cap, const std::optional<Vector<float>>& slopes, bool tell, std::size_t room, const BoundGuess* guess) {
-    require(layer >= 0 && layer < extent(streamed_.size()), "there is no such layer");
-    hbm_.check_heads(query.heads);
-    for (const Vectors* part : {&query, &out}) {
-      require(part->tokens == plan_.tokens && part->heads == query.heads &&
-                  part->head_size == hbm_.head_size,
-              "the plan is of other tokens, heads or channels");
-    }
-    require(std::isfinite(scale), "scale must be finite");
-    require(window_->count == 0 || window_->last_place < static_cast<std::uint64_t>(blocks),
-            "a block id lies outside the cache");
-    require(block_stride >= hbm_.kv_heads * hbm_.groups() * hbm_.page_stride,
-            "block_stride is smaller than the pages of one block");
-    require(!sliding_window || *sliding_window > 0, "sliding_window must be positive");
-    if (sinks) check_size(*sinks, query.heads, "sinks must be [q_heads]");
-    if (guess != nullptr) {
-      require(choosing_ && choosing_->cache != nullptr, "there is nothing to look up in");
-      guess->check(*choosing_, hbm_.kv_heads);
-    }
-    const attention::LogitShape logits = attention::to_shape(soft_cap, slopes, query.heads);
-    slopes_ = slopes;
+  // Whether the layer has ended.
+  bool run_layer(std::int64_t layer, nb::handle query, nb::handle cache, nb::handle out,
+                 double scale, attention::AttentionClock& clock,
+                 std::optional<std::int64_t> sliding_window,
+                 const std::optional<Vector<float>>& sinks, double soft_cap,
+                 const std::optional<Vector<float>>& slopes, std::size_t room,
+                 const BoundGuess* guess) {
     stopped_ = false;
+    require(layer >= 0 && layer < extent(streamed_.size()), "there is no such layer");
+    const std::int64_t heads = nb::cast<std::int64_t>(query.attr("shape")[1]);
+    hbm_.check_heads(heads);
+    const attention::CacheBlocks blocks = attention::blocks_of(cache, hbm_);
+    const attention::LogitShape logits = attention::to_shape(soft_cap, slopes, heads);
+    slopes_ = slopes;
     operands_ = {layer,
-                 query,
-                 out,
-                 cache,
-                 block_stride,
+                 attention::vectors_of("query", query, heads, hbm_.head_size),
+                 attention::vectors_of("out", out, heads, hbm_.head_size),
+                 blocks.address,
+                 blocks.stride,
                  static_cast<float>(scale),
                  std::min(sliding_window.value_or(attention::kUnbounded), attention::kUnbounded),
                  sinks ? sinks->data() : nullptr,
                  logits,
                  room,
                  guess};
+    require(operands_.query.tokens == plan_.tokens && operands_.out.tokens == plan_.tokens,
+            "the plan is of other tokens");
+    require(std::isfinite(scale), "scale must be finite");
+    require(window_->count == 0 || window_->last_place < static_cast<std::uint64_t>(blocks.count),
+            "a block id lies outside the cache");
+    require(!sliding_window || *sliding_window > 0, "sliding_window must be positive");
+    if (sinks) check_size(*sinks, heads, "sinks must be [q_heads]");
+    if (guess != nullptr) {
+      require(choosing_ && choosing_->cache != nullptr, "there is nothing to look up in");
+      guess->check(*choosing_, hbm_.kv_heads);
+    }
     {
       const Unlocked unlocked;
       stopped_ = !decode::run_layer(plan_, operands_, clock);
     }
     operands_.sinks = nullptr;  // these two last as long as this call
     operands_.guess = nullptr;
-    const ChosenPages& chosen = plan_.work.chosen;
-    if (stopped_ || !tell || chosen.count == 0) return std::nullopt;
-    return std::pair{copied(chosen.pages, chosen.count),
-                     copied(chosen.begin, choosing_->count * hbm_.kv_heads + 1)};
+    if (!stopped_) chosen_->keep(layer, plan_.work.chosen, choosing_lists());
+    return !stopped_;
   }
 
-  bool stopped() const { return stopped_; }
+  const std::shared_ptr<ChosenLists>& chosen() const { return chosen_; }
 
   // Of each group: pages, edges of their lists, mass, and by what they were chosen, if by anything:
   // weights of all pages, and the windows' mass.
@@ -426,6 +456,10 @@ class BoundPlan {
   const ChoiceTotals& totals() const { return plan_.totals; }
 
  private:
+  std::int64_t choosing_lists() const {
+    return choosing_ == nullptr ? 0 : choosing_->count * hbm_.kv_heads;
+  }
+
   void check_queries(const BoundRows& rows) const {
     require(rows.last_query <= plan_.tokens, "a row's queries lie outside the state");
   }
@@ -435,6 +469,7 @@ class BoundPlan {
   std::shared_ptr<const BoundChoosingRows> choosing_;
   BlockShape hbm_;
   StepPlan plan_;
+  std::shared_ptr<ChosenLists> chosen_;
   LayerOperands operands_{};
   std::optional<Vector<float>> slopes_;  // which the operands point into
   bool stopped_ = false;
@@ -514,6 +549,10 @@ the slots of the store, ``stored [B]``; None: there are none.)")
       .def_ro("unmet", &ChoiceTotals::unmet, "Lists without the mass that was wanted.")
       .def_ro("missing", &ChoiceTotals::missing,
               "Softmax mass outside windows and lists, by estimate.");
+  nb::class_<ChosenLists>(module, "ChosenLists", "Pages that the layers of a step chose.")
+      .def_prop_ro("layers", &ChosenLists::layers, "Layers that have chosen some, ascending.")
+      .def("of", &ChosenLists::of, nb::arg("layer"),
+           "Pages of a layer, and the edges of their lists; None: it chose none, or has stopped.");
   nb::class_<BoundPlan>(module, "StepPlan", R"(Attention of a step.
 
 Made once per step, then run once per layer, in any order, by one thread at a time. ``streamed``
@@ -527,20 +566,19 @@ the rows that choose do so.)")
            nb::arg("window"), nb::arg("streamed"), nb::arg("choosing").none(), nb::arg("chooses"),
            nb::arg("threads"))
       .def("run_layer", &BoundPlan::run_layer, nb::arg("layer"), nb::arg("query"), nb::arg("cache"),
-           nb::arg("blocks"), nb::arg("block_stride"), nb::arg("out"), nb::arg("scale"),
-           nb::arg("clock"), nb::arg("sliding_window").none(), nb::arg("sinks").noconvert().none(),
-           nb::arg("soft_cap"), nb::arg("slopes").noconvert().none(), nb::arg("tell"), nb::arg("room"), nb::arg("guess").none(),
+           nb::arg("out"), nb::arg("scale"), nb::arg("clock"), nb::arg("sliding_window").none(),
+           nb::arg("sinks").noconvert().none(), nb::arg("soft_cap"),
+           nb::arg("slopes").noconvert().none(), nb::arg("room"), nb::arg("guess").none(),
            R"(Attend to windows and contexts of a layer, and write ``out``.
 
-``cache``: address of the first of so many ``blocks`` in HBM, ``block_stride`` bytes apart.
-``sliding_window``: of the keys in HBM; ``sinks [q_heads]``: logits of attention sinks;
-``soft_cap`` and ``slopes``: as of ``State``. To ``tell``
-is to answer with the pages that were chosen, if any, and the edges of their lists. Where chosen
-pages are not in memory, or pages of the ``guess``, the layer has stopped: :meth:`resume` goes on.
-Places are taken for up to ``room`` distinct pages.)")
+``query`` and ``out [T, q_heads, head_size]`` and ``cache [num_blocks, ...]``, the layer's blocks in
+HBM, are torch tensors. ``sliding_window``: of the keys in HBM; ``sinks [q_heads]``: logits of
+attention sinks; ``soft_cap`` and ``slopes``: as of ``State``. Where chosen pages are not in memory,
+or pages of the ``guess``, the layer stops, and False is the answer: :meth:`resume` goes on. Places
+are taken for up to ``room`` distinct pages.)")
       .def("choose", &BoundPlan::choose, nb::arg("choosing").none(),
            "These rows choose from now on.")
-      .def_prop_ro("stopped", &BoundPlan::stopped, "Whether somebody has to read for the layer.")
+      .def_prop_ro("chosen", &BoundPlan::chosen, "Pages that the layers have chosen, so far.")
       .def("choices", &BoundPlan::choices,
            nb::sig("def choices(self) -> list[tuple[NDArray[numpy.int32], NDArray[numpy.int32], "
                    "NDArray[numpy.float32] | None, NDArray[numpy.float32] | None, "

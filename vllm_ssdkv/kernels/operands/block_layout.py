@@ -250,7 +250,9 @@ class Rows:
         first = np.ascontiguousarray(first_position, np.int64)
         low = np.ascontiguousarray(block_begin, np.int32)
         high = np.ascontiguousarray(block_end, np.int32)
-        if begin.ndim != 1 or any(a.shape != begin.shape for a in (count, first, low, high)):
+        if begin.ndim != 1 or not (
+            begin.shape == count.shape == first.shape == low.shape == high.shape
+        ):
             raise ValueError("every array of the rows must be one-dimensional and of one length")
         if begin.size and (
             min(int(begin.min()), int(count.min()), int(low.min()), int((high - low).min())) < 0
@@ -264,11 +266,11 @@ class Rows:
     def bound(self) -> _kernels.Rows:
         """The rows, which lie on the host, as native kernels take them: checked."""
         return _kernels.Rows(
-            on_host(self.query_begin, np.int32),
-            on_host(self.query_count, np.int32),
-            on_host(self.first_position, np.int64),
-            on_host(self.block_begin, np.int32),
-            on_host(self.block_end, np.int32),
+            np.ascontiguousarray(self.query_begin, np.int32),
+            np.ascontiguousarray(self.query_count, np.int32),
+            np.ascontiguousarray(self.first_position, np.int64),
+            np.ascontiguousarray(self.block_begin, np.int32),
+            np.ascontiguousarray(self.block_end, np.int32),
         )
 
     def to(self, device: torch.device) -> Rows:

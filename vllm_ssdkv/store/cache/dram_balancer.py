@@ -168,7 +168,7 @@ class DramBalancer:
 
         Rows are there afterwards, unless frames in them are in use beyond the deadline of I/O.
         """
-        blocks = sum(len(contexts[row]) for row in choosing)
+        every = blocks = sum([len(contexts[row]) for row in choosing])
         if blocks > self._summaries.open_rows:
             blocks = _distinct(contexts, choosing)
             deadline = time.monotonic() + self._deadline_s
@@ -181,8 +181,9 @@ class DramBalancer:
                     time.sleep(_LOOK_S)
         if (rows := (len(contexts), tuple(choosing))) != self._last:
             self._last, self._wait = rows, 0  # what was attended to as a whole may not be any more
-        wanted = self._chosen_places * sum(len(contexts[row]) for row in choosing)
-        self._give_places(int(wanted) - self._pages.open_places, contexts, choosing)
+        self._give_places(
+            int(self._chosen_places * every) - self._pages.open_places, contexts, choosing
+        )
 
     def rebalance(
         self, contexts: Contexts, choosing: Collection[int], later: Collection[int] = ()
@@ -198,7 +199,7 @@ class DramBalancer:
         self._evictions += evicted
         self._places_needed = max(int(asked * CHOSEN), _less(self._places_needed))
         will = {*choosing, *later}
-        blocks = sum(len(contexts[row]) for row in will)
+        blocks = sum([len(contexts[row]) for row in will])
         if self._rows.lent and blocks * _GROWING > self._summaries.open_rows:
             blocks = _distinct(contexts, will)
         self._rows_needed = max(int(blocks * _GROWING), _less(self._rows_needed))

@@ -253,7 +253,7 @@ class ContextStream:
         lengths = [len(c) for c in contexts]
         slots = np.concatenate([*contexts, np.zeros(0, dtype=np.int64)]).astype(np.int64)
         row = np.repeat(np.arange(len(contexts), dtype=np.int32), lengths)
-        index = np.concatenate([*(np.arange(n, dtype=np.int64) for n in lengths), slots[:0]])
+        index = np.arange(len(slots)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         every = files.geometry.layers
         layers = range(every) if layers is None else layers
         self._borrowed = frames.borrow(slots)
@@ -270,16 +270,14 @@ class ContextStream:
             exact = self._walk(slots, index, row, which, per_chunk)
             for layer in layers[dense_layers:]:
                 self._walks[layer] = exact
-        self.pages_in_dram = sum(w.frames for w in self._walks) * self._pages
+        self.pages_in_dram = sum([w.frames for w in self._walks]) * self._pages
         """Pages of the step's contexts in DRAM; those that rows share count once."""
         self.pages_on_ssd = sum(len(c.slots) for w in self._walks for c in w.chunks) * self._pages
         """Likewise on devices, when the step began."""
         self.pages_used = 0
         """Of those, pages that have been read, and are right."""
         self._todo = collections.deque(
-            (i, chunk)
-            for i, w in enumerate(self._walks)
-            for chunk in (() if elsewhere else w.chunks)
+            [(i, chunk) for i, w in enumerate(self._walks) if not elsewhere for chunk in w.chunks]
         )
         """Layer and chunk of the reads to start, in the order in which they are needed."""
         self._reads: collections.deque[_Read] = collections.deque()

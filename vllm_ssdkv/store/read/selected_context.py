@@ -121,7 +121,7 @@ class SelectedContexts:
 
     def _choose_rows(self, contexts: Sequence[NDArray[np.int64]], rows: Sequence[int]) -> None:
         """As many rows as there is room for summaries, in order."""
-        if sum(len(contexts[row]) for row in rows) <= self._summaries.open_rows:
+        if sum([len(contexts[row]) for row in rows]) <= self._summaries.open_rows:
             self.rows = np.array(rows, dtype=np.int64)
             return
         kept: list[int] = []
