@@ -304,7 +304,7 @@ def test_native_code_counts_frames_that_rows_share_once(
         found = torch.empty_like(out)
         plan.attend(layer, queries_of(layer), rows.caches[layer], found, SCALE)
         assert torch.equal(found, out)
-    plan.count()
+    plan.end()
     assert decode.counts.selected == sum(one.counts.selected for _, one in made)
     assert chosen.fetched.frame == wanted < decode.counts.selected
     stream.close()
@@ -359,7 +359,7 @@ def native_step(
             out = torch.empty(len(LENGTHS), QUERY_HEADS, HEAD_SIZE)
             plan.attend(layer, queries_of(layer), rows.caches[layer], out, SCALE)
             outs.append(out)
-    plan.count()
+    plan.end()
     stream.close()
     counts = [decode.counts, chosen.fetched, chosen.pages_used]
     return Step(outs, counts, chosen.poisoned, spy.call_count)

@@ -122,7 +122,7 @@ class RowBatch:
             stream_row: See the class.
             block_tokens: Tokens per block.
         """
-        counts = np.diff(query_start)
+        counts = query_start[1:] - query_start[:-1]
         ends = -(-seq_lens // block_tokens)
         sizes = ends - hbm_start
         offsets = np.concatenate([[0], np.cumsum(sizes)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -49,7 +50,10 @@ def _is_scorer(one: Selector | Scorer) -> bool:
 
 
 def native_choice(
-    selector: Selector, context: ContextSummaries, held: SelectedContexts, query: torch.Tensor
+    selector: Selector,
+    context: ContextSummaries,
+    held: SelectedContexts,
+    query: Callable[[], torch.Tensor],
 ) -> _kernels.ScoredPages | _kernels.ListedPages:
     """The choice of one that :func:`is_native`, for all layers of a step.
 
@@ -60,7 +64,7 @@ def native_choice(
         query: Of the rows, in any layer.
     """
     if not isinstance(selector, PageLogitsSelector | AdaptiveSelector):
-        same = selector.select(query, context, 1.0)  # which does not look at the query
+        same = selector.select(query(), context, 1.0)  # which does not look at the query
         return _kernels.ListedPages(same.pages, same.begin)
     most = page_budget(selector.budget, context)
     scorer: object = selector

@@ -10,6 +10,7 @@ where they were, and in how many turns they came, changes nothing but the time.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -113,6 +114,10 @@ class _Choosing:
     def of(self, values: torch.Tensor) -> torch.Tensor:
         """Their part of a tensor over the step's query tokens."""
         return values if self.everything else values[self.index]
+
+    def some(self, values: torch.Tensor, which: NDArray[np.int64]) -> torch.Tensor:
+        """The part of some of them, by their places in these arrays."""
+        return self.of(values)[which]
 
 
 class SparseDecode:
@@ -283,7 +288,8 @@ class SparseDecode:
             summaries = ContextSummaries(
                 self._layout, sizes.row_begin, sizes.row_end, sizes.window_tokens, known_sizes=sizes
             )
-            choice = native_choice(selector, summaries, contexts, now.of(query)[which])
+            asking = functools.partial(now.some, query, which)
+            choice = native_choice(selector, summaries, contexts, asking)
             groups.append(_kernels.ChoosingGroup(sizes.bound, which.astype(np.int32), choice))
             self._groups.append((which, selector, sizes))
         return _kernels.ChoosingRows(

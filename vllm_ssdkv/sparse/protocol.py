@@ -59,11 +59,12 @@ class Budget:
         of which will be attended to.
         """
         held = window_tokens - 1 + ahead
-        allowed = np.full_like(context_tokens, self.tokens or 0)
-        if self.share is not None:
+        if self.share is None:
+            allowed = np.full_like(context_tokens, self.tokens or 0)
+        else:
             whole = (context_tokens + held).astype(np.float64)
             allowed = np.floor(whole * self.share).astype(np.int64)
-        left: NDArray[np.int64] = np.clip(allowed - held, 0, context_tokens)
+        left: NDArray[np.int64] = np.minimum(np.maximum(allowed - held, 0), context_tokens)
         return left
 
 

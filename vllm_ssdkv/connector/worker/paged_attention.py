@@ -39,7 +39,7 @@ def rows_of_step(
     Raises:
         StepError: the batch is not the one that the step was planned for.
     """
-    first = seq_lens - np.diff(query_start)
+    first = seq_lens - (query_start[1:] - query_start[:-1])
     blocks = block_table[np.arange(len(first)), first // block_tokens]
     rows, starts = step.rows_of(blocks, first)
     return RowBatch.build(query_start, seq_lens, block_table, starts, rows, block_tokens)

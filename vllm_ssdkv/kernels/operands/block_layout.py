@@ -254,12 +254,12 @@ class Rows:
             begin.shape == count.shape == first.shape == low.shape == high.shape
         ):
             raise ValueError("every array of the rows must be one-dimensional and of one length")
-        if begin.size and (
-            min(int(begin.min()), int(count.min()), int(low.min()), int((high - low).min())) < 0
-        ):
+        span = high - low
+        # A number below zero has the bit of the sign, and any of them passes it on.
+        if begin.size and (begin | count | low | span).min() < 0:
             raise ValueError("a row's begin, query count or number of blocks is negative")
         queries = int(count.max()) if count.size else 0
-        blocks = int((high - low).max()) if count.size else 0
+        blocks = int(span.max()) if count.size else 0
         return cls(begin, count, first, low, high, queries, blocks)
 
     @cached_property

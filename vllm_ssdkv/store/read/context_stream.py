@@ -294,8 +294,13 @@ class ContextStream:
         per_chunk: int,
     ) -> _Walk:
         """Walk over blocks ``which``, ascending, of all blocks of the step."""
+        if not len(which):  # as where all rows choose
+            edge = np.zeros(self._rows, dtype=np.int32)
+            nowhere = np.zeros(0, dtype=np.uint64)
+            part = Part(nowhere, slots[:0], edge, edge, slots[:0], False, 0, 0)
+            return _Walk(part, [], 0, Away(slots[:0], row[:0]))
         here = self._borrowed[which] != NO_FRAME
-        resident, away = which[here], which[~here]
+        resident, away = (which, which[:0]) if here.all() else (which[here], which[~here])
         blocks = _Chunk.of(slots[away], index[away], row[away])
         every = np.arange(len(blocks.slots))
         frames = self._borrowed[resident]

@@ -142,10 +142,13 @@ class SelectedContexts:
         parts = [contexts[row] for row in self.rows.tolist()]
         self.slots = np.concatenate([*parts, np.zeros(0, dtype=np.int64)]).astype(np.int64)
         self._borrowed = self._frames.borrow(self.slots)
-        self._frame_address = np.zeros(len(self.slots), dtype=np.uint64)
         self.framed = self._borrowed != NO_FRAME
-        self._frame_address[self.framed] = self._frames.address(self._borrowed[self.framed])
         self.in_frames = bool(self.framed.all())
+        if self.in_frames:
+            self._frame_address = self._frames.address(self._borrowed)
+        else:
+            self._frame_address = np.zeros(len(self.slots), dtype=np.uint64)
+            self._frame_address[self.framed] = self._frames.address(self._borrowed[self.framed])
         self._summary_rows = self._summaries.pin(self.slots)
         missing = self._summary_rows == NO_ROW
         if missing.any():
@@ -294,7 +297,10 @@ class SelectedContexts:
     def alive(self) -> NDArray[np.int64]:
         """Positions in :attr:`rows` of those that are not poisoned."""
         if self._alive is None:
-            self._alive = np.flatnonzero(~np.isin(self.rows, list(self.poisoned)))
+            if self.poisoned:
+                self._alive = np.flatnonzero(~np.isin(self.rows, list(self.poisoned)))
+            else:
+                self._alive = np.arange(len(self.rows))
         return self._alive
 
     def locate(
