@@ -304,6 +304,9 @@ def test_native_code_counts_frames_that_rows_share_once(
         found = torch.empty_like(out)
         plan.attend(layer, queries_of(layer), rows.caches[layer], found, SCALE)
         assert torch.equal(found, out)
+    for cache in (rows.caches[0].double(), rows.caches[0][:, :8], rows.caches[0].t()):
+        with pytest.raises(ValueError, match="a cache"):
+            plan.attend(0, queries_of(0), cache, torch.empty_like(made[0][0]), SCALE)
     plan.end()
     assert decode.counts.selected == sum(one.counts.selected for _, one in made)
     assert chosen.fetched.frame == wanted < decode.counts.selected

@@ -127,9 +127,9 @@ class DecodePlan:
             scale,
             self._clock,
             sliding_window,
-            softmax.host_sinks,
+            None if softmax.sinks is None else softmax.host_sinks,
             softmax.soft_cap,
-            softmax.host_slopes,
+            None if softmax.slopes is None else softmax.host_slopes,
             room,
             guess,
         )
