@@ -387,6 +387,18 @@ CASES = {
         options={**PAGE, "selector": "sparf"},
         settings={"model_config__uses_alibi": True},
     ),
+    "alibi-order": Case(
+        "llama",
+        'sparse.token_order "keys" forgets at which position of its block a token stands',
+        {
+            'set it to "position"': {
+                "options": {**PAGE, "selector": "window", "sparse": {"token_order": "position"}}
+            },
+            'set selector to "exact"': {"options": PAGE},
+        },
+        options={**PAGE, "selector": "window"},
+        settings={"model_config__uses_alibi": True},
+    ),
     "shared": Case(
         "gemma2",
         "the model has layers that share KV, which page mode does not serve",

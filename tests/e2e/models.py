@@ -148,7 +148,7 @@ def _initialise(model: PreTrainedModel, seed: int) -> None:
                 )  # else the same token would follow
             elif name.endswith("sinks"):
                 parameter.add_(SINK_LOGIT)
-            elif "norm" in name and name.endswith("weight"):
+            elif ("norm" in name or "ln_f" in name) and name.endswith("weight"):
                 parameter.add_(1.0)
                 if "embeddings" in name:
                     parameter.div_(8)  # for the same reason

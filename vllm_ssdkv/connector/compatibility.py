@@ -332,6 +332,12 @@ def obstacles_to_logits(config: SSDKVConfig, what: str) -> Iterator[Obstacle]:
                 f'selector "{config.selector}" does not know {what}, which the model has',
                 ('set it to "exact" or "window"', REUSE),
             )
+        elif what == ALIBI and config.orders_tokens:
+            yield Obstacle(
+                f'sparse.token_order "{config.sparse.token_order}" forgets at which position of '
+                "its block a token stands, and the model has ALiBi",
+                ('set it to "position"', 'set selector to "exact"'),
+            )
         if config.offload is not None:
             yield Obstacle(
                 f'offload.kind: "{config.offload.kind}" does not compute {what}, which the model '
