@@ -151,7 +151,8 @@ class PagedAttentionImpl(AttentionImpl):
             # Not every model's configuration says so.
             what = SOFT_CAP if logits_soft_cap else ALIBI if alibi_slopes else ""
             for odd in obstacles_to_logits(config, what):
-                raise refusal_of_layer(odd.problem, vllm_config, odd.ways)
+                text = f"page mode does not compute this layer: {odd.problem}"
+                raise refusal_of_layer(text, vllm_config, odd.ways)
         if config is not None and reach > config.window_tokens:
             # What a sliding window reaches is in HBM whole, so that such layers read nothing.
             least = -(-reach // config.page_tokens) * config.page_tokens
