@@ -54,6 +54,7 @@ LARGER = {
     "profiling/bench_triton.py sparse_figures": "a closure for each kernel over one problem",
     "triton_kernels/attend.py _attend": _KERNEL,
     "triton_kernels/attend.py attend": _KERNEL,
+    "triton_kernels/attend.py attend_parts": _KERNEL,
     "triton_kernels/choose.py choose": _KERNEL,
     "triton_kernels/score.py channel_logits": _KERNEL,
     "triton_kernels/score.py page_logits": _KERNEL,

@@ -188,6 +188,12 @@ def _attend_kernel(
             mask=readable[None, :] & in_head[:, None],
             other=0.0,
         ).to(DOT)
+        # Asked for with K: the link to the host's memory wants many bytes under way.
+        v = tl.load(
+            key_at[:, None] + (PAGE_TOKENS * HEAD_SIZE + channel)[None, :],
+            mask=readable[:, None] & in_head[None, :],
+            other=0.0,
+        ).to(DOT)
         score = tl.dot(q, k, input_precision="ieee") * scale
         if CAPPED:
             score = soft_cap * (2.0 * tl.sigmoid(2.0 * score / soft_cap) - 1.0)
@@ -203,18 +209,13 @@ def _attend_kernel(
         shift = tl.where(top == float("-inf"), 0.0, top)
         weight = tl.exp(score - shift[:, None])
         decay = tl.exp(m - shift)
-        v = tl.load(
-            key_at[:, None] + (PAGE_TOKENS * HEAD_SIZE + channel)[None, :],
-            mask=readable[:, None] & in_head[None, :],
-            other=0.0,
-        ).to(DOT)
         l = l * decay + tl.sum(weight, 1)  # noqa: E741
         acc = acc * decay[:, None] + tl.dot(weight.to(DOT), v, input_precision="ieee")
         m = top
 
-    # Queries without a visible key keep their state: in a workspace it stays uninitialised.
+    # Queries without a visible key keep their sums: in a workspace these stay uninitialised.
     seen = in_use & (m > float("-inf"))
-    tl.store(m_ptr + state, m, mask=seen)
+    tl.store(m_ptr + state, m, mask=in_use)
     tl.store(l_ptr + state, l, mask=seen)
     tl.store(acc_at, acc, mask=seen[:, None] & in_head[None, :])
 
@@ -332,13 +333,7 @@ def attend_pages(
         block_position=on_device(pages.position, torch.int64, query.device),
         token_mask=mask if isinstance(mask, torch.Tensor) else None,
         list_per_head=True,
-        layout=BlockLayout.unpadded(
-            layout.page_tokens,
-            layout.page_tokens,
-            layout.kv_heads,
-            layout.head_size,
-            layout.dtype,
-        ),
+        layout=pages_of(layout),
         scale=scale,
         sliding_window=None,
         splits=None,
@@ -363,7 +358,6 @@ def _attend(
     require(sliding_window is None or sliding_window > 0, "sliding_window must be positive")
     tokens, query_heads, head_size = _check(query, cache, layout)
     state.check(tuple(query.shape), query.device)
-    softmax = state.softmax
     for name, values, dtype in (
         ("query_begin", rows.query_begin, torch.int32),
         ("query_count", rows.query_count, torch.int32),
@@ -385,10 +379,6 @@ def _attend(
     if not (tokens and len(rows) and rows.max_queries and rows.max_blocks):
         return
 
-    group = query_heads // layout.kv_heads
-    dot = dot_dtype(query.dtype, layout.dtype)
-    queries, keys = _tile(rows.max_queries * group, group, padded(head_size, 16), dot == tl.float32)
-    tiles = -(-rows.max_queries // (queries // group))
     at_once = _splits(rows, layout, query) if splits is None else splits
     require(at_once >= 1, f"splits must be at least 1, got {splits}")
     every = at_once
@@ -403,60 +393,114 @@ def _attend(
             torch.empty(shape, device=query.device),
             torch.empty(shape, device=query.device),
             torch.empty((*shape, head_size), device=query.device),
+            state.softmax,
         )
     for first in range(0, every, at_once):
         if split:
             target.m.fill_(-torch.inf)
-        with on_device_of(query):
-            _attend_kernel[(len(rows) * tiles, layout.kv_heads, at_once)](
-                query,
-                target.m,
-                target.l,
-                target.acc,
-                rows.query_begin,
-                rows.query_count,
-                rows.first_position,
-                rows.block_begin,
-                rows.block_end,
-                query if cache is None else cache,
-                block_offset,
-                block_position,
-                query if token_mask is None else token_mask,
-                query if softmax.slopes is None else softmax.slopes,
-                scale,
-                softmax.soft_cap,
-                0 if sliding_window is None else sliding_window,
-                query.stride(0),
-                tokens * query_heads,
-                tiles,
-                at_once,
-                first,
-                KV_HEADS=layout.kv_heads,
-                GROUP=group,
-                HEAD_SIZE=head_size,
-                BLOCK_TOKENS=layout.block_tokens,
-                PAGE_TOKENS=layout.page_tokens,
-                PAGE_STRIDE=layout.page_stride,
-                ALIGN=math.gcd(16, layout.page_stride_bytes, head_size * layout.dtype.itemsize),
-                BLOCK_M=queries,
-                BLOCK_N=keys,
-                BLOCK_D=padded(head_size, 16),
-                SPLIT=split,
-                SPLIT_PAGES=SPLIT_PAGES,
-                SKIP_FUTURE=tiles > 1,
-                SLIDES=sliding_window is not None,
-                ABSOLUTE=cache is None,
-                LIST_PER_HEAD=list_per_head,
-                MASKED=token_mask is not None,
-                CAPPED=softmax.soft_cap != 0.0,
-                SLOPED=softmax.slopes is not None,
-                KV=TL_DTYPES[layout.dtype],
-                DOT=dot,
-                num_warps=8 if queries * padded(head_size) > 64 * 128 else 4,
-                num_stages=3,
-            )
+        attend_parts(
+            query,
+            target,
+            rows,
+            cache=cache,
+            block_offset=block_offset,
+            block_position=block_position,
+            token_mask=token_mask,
+            layout=layout,
+            scale=scale,
+            sliding_window=sliding_window,
+            split_pages=SPLIT_PAGES if list_per_head else 0,
+            splits=at_once if split else 0,
+            first=first,
+        )
         if split:
             merge(state, target.m, target.l, target.acc, in_order=list_per_head)
+
+
+def attend_parts(
+    query: torch.Tensor,
+    target: PartialState,
+    rows: Rows,
+    *,
+    cache: torch.Tensor | None,
+    block_offset: torch.Tensor,
+    block_position: torch.Tensor,
+    layout: BlockLayout,
+    scale: float,
+    splits: int,
+    token_mask: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    split_pages: int = 0,
+    first: int = 0,
+) -> None:
+    """Launch attention of rows into partial states; arguments as of :func:`attend`, unchecked.
+
+    Part s of ``target`` (``[splits, T, Hq]`` and so on) gets the state of the s-th part of a row's
+    keys, of queries that rows have; without ``splits`` the ``target`` is one state, and resumed.
+    With ``split_pages`` there is a list for each KV head, part s has its pages from ``(first + s) *
+    split_pages`` on, and a block is a page.
+    """
+    tokens, query_heads, head_size = query.shape
+    softmax = target.softmax
+    group = query_heads // layout.kv_heads
+    dot = dot_dtype(query.dtype, layout.dtype)
+    queries, keys = _tile(rows.max_queries * group, group, padded(head_size, 16), dot == tl.float32)
+    tiles = -(-rows.max_queries // (queries // group))
+    with on_device_of(query):
+        _attend_kernel[(len(rows) * tiles, layout.kv_heads, max(1, splits))](
+            query,
+            target.m,
+            target.l,
+            target.acc,
+            rows.query_begin,
+            rows.query_count,
+            rows.first_position,
+            rows.block_begin,
+            rows.block_end,
+            query if cache is None else cache,
+            block_offset,
+            block_position,
+            query if token_mask is None else token_mask,
+            query if softmax.slopes is None else softmax.slopes,
+            scale,
+            softmax.soft_cap,
+            0 if sliding_window is None else sliding_window,
+            query.stride(0),
+            tokens * query_heads,
+            tiles,
+            max(1, splits),
+            first,
+            KV_HEADS=layout.kv_heads,
+            GROUP=group,
+            HEAD_SIZE=head_size,
+            BLOCK_TOKENS=layout.block_tokens,
+            PAGE_TOKENS=layout.page_tokens,
+            PAGE_STRIDE=layout.page_stride,
+            ALIGN=math.gcd(16, layout.page_stride_bytes, head_size * layout.dtype.itemsize),
+            BLOCK_M=queries,
+            BLOCK_N=keys,
+            BLOCK_D=padded(head_size, 16),
+            SPLIT=splits > 0,
+            SPLIT_PAGES=split_pages,
+            SKIP_FUTURE=tiles > 1,
+            SLIDES=sliding_window is not None,
+            ABSOLUTE=cache is None,
+            LIST_PER_HEAD=split_pages > 0,
+            MASKED=token_mask is not None,
+            CAPPED=softmax.soft_cap != 0.0,
+            SLOPED=softmax.slopes is not None,
+            KV=TL_DTYPES[layout.dtype],
+            DOT=dot,
+            num_warps=8 if queries * padded(head_size) > 64 * 128 else 4,
+            num_stages=3,
+        )
+
+
+def pages_of(layout: BlockLayout) -> BlockLayout:
+    """Layout of listed pages, each of which is a block of its own."""
+    return BlockLayout.unpadded(
+        layout.page_tokens, layout.page_tokens, layout.kv_heads, layout.head_size, layout.dtype
+    )
 
 
 def _check(

@@ -16,7 +16,7 @@ TILE = 8192
 
 
 @inline
-def _weigh_line(
+def weigh_line(
     logits_ptr: torch.Tensor,
     seen_m_ptr: torch.Tensor,
     seen_l_ptr: torch.Tensor,
@@ -54,8 +54,8 @@ def _weigh_line(
             part_lse = tl.load(seen_m_ptr + part * queries + head)
             if SUMS:
                 part_l = tl.load(seen_l_ptr + part * queries + head)
-                there = part_lse > float("-inf")
-                part_lse += tl.log(tl.where(there, part_l, 1.0))
+                any_key = part_lse > float("-inf")
+                part_lse += tl.log(tl.where(any_key, part_l, 1.0))
             seen = _add_logs(seen, part_lse)
         if SEEN > 0:
             all_ = _add_logs(all_, seen)
@@ -96,7 +96,7 @@ def _weigh_kernel(
     SEEN: tl.constexpr,
 ) -> None:
     line = tl.program_id(0).to(tl.int64)
-    window = _weigh_line(
+    window = weigh_line(
         logits_ptr,
         window_lse_ptr,
         window_lse_ptr,
@@ -139,7 +139,7 @@ def _ranked(
 
 
 @inline
-def _tile_of(
+def tile_of(
     score_ptr: torch.Tensor,
     mass_ptr: torch.Tensor,
     start: int,
@@ -165,7 +165,7 @@ def _enough(
     mass_ptr: torch.Tensor,
     columns: int,
     first: int,
-    covered: torch.Tensor,
+    covered: float,
     p: float,
     held: torch.Tensor,
     held_mass: torch.Tensor,
@@ -179,7 +179,7 @@ def _enough(
         higher = bound | (1 << bit)
         reached = covered
         for start in range(0, columns, BLOCK):
-            key, mass, there = _tile_of(
+            key, mass, there = tile_of(
                 score_ptr, mass_ptr, start, columns, first, held, held_mass, BLOCK, ONE
             )
             reached += tl.sum(tl.where(there & (key >= higher), mass, 0.0), 0)
@@ -187,14 +187,14 @@ def _enough(
     count: torch.Tensor = tl.zeros([], tl.int32)
     reached = covered
     for start in range(0, columns, BLOCK):
-        key, mass, there = _tile_of(
+        key, mass, there = tile_of(
             score_ptr, mass_ptr, start, columns, first, held, held_mass, BLOCK, ONE
         )
         above = there & (key > bound)
         reached += tl.sum(tl.where(above, mass, 0.0), 0)
         count += tl.sum(above.to(tl.int32), 0)
     for start in range(0, columns, BLOCK):
-        key, mass, there = _tile_of(
+        key, mass, there = tile_of(
             score_ptr, mass_ptr, start, columns, first, held, held_mass, BLOCK, ONE
         )
         tie = there & (key == bound)
@@ -228,7 +228,7 @@ def _threshold(
     for place in tl.static_range(24, -8, -8):
         number = tl.zeros([256], tl.int32)
         for start in range(0, columns, BLOCK):
-            key, _, there = _tile_of(
+            key, _, there = tile_of(
                 score_ptr, mass_ptr, start, columns, first, held, held_mass, BLOCK, ONE
             )
             there = there & (((key >> place) >> 8) == bound)
@@ -241,14 +241,14 @@ def _threshold(
 
 
 @inline
-def _rank(
+def rank(
     score_ptr: torch.Tensor,
     mass_ptr: torch.Tensor,
     columns: int,
     least: torch.Tensor,
     most: torch.Tensor,
     sinks: int,
-    covered: torch.Tensor,
+    covered: float,
     p: float,
     ADAPTIVE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -298,15 +298,15 @@ def _choose_kernel(
     covered = tl.load(window_mass_ptr + line)
     most = tl.maximum(tl.minimum(tl.minimum(tl.load(most_ptr + row), columns), room), 0)
     least = tl.load(least_ptr + row)
-    count, bound, left, first, held, held_mass = _rank(
+    count, bound, left, first, held, held_mass = rank(
         score_ptr, mass_ptr, columns, least, most, sinks, covered, p, ADAPTIVE, BLOCK, ONE
     )
     at = line * room
     for start in range(0, columns, BLOCK):
-        key, mass, there = _tile_of(
+        key, mass, there = tile_of(
             score_ptr, mass_ptr, start, columns, first, held, held_mass, BLOCK, ONE
         )
-        taken, left = _taken(key, there, bound, left)
+        taken, left = taken_of(key, there, bound, left)
         number = tl.cumsum(taken.to(tl.int32), 0)
         tl.store(pages_ptr + at + number - 1, start + tl.arange(0, BLOCK), mask=taken)
         covered += tl.sum(tl.where(taken, mass, 0.0), 0)
@@ -317,7 +317,7 @@ def _choose_kernel(
 
 
 @inline
-def _taken(
+def taken_of(
     key: torch.Tensor, there: torch.Tensor, bound: torch.Tensor, left: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which columns of a tile are chosen, and how many equals of the last key are left."""
@@ -326,7 +326,8 @@ def _taken(
     return taken, left - tl.sum(tie, 0)
 
 
-def _warps(columns: int) -> int:
+def warps_for(columns: int) -> int:
+    """Warps of a program that holds a tile of so many columns."""
     return 16 if columns >= 4096 else 4
 
 
@@ -362,7 +363,7 @@ def weigh(
             GROUP=heads // kv_heads,
             BLOCK=min(TILE, padded(columns)),
             SEEN=0 if window_lse is None else 1,
-            num_warps=_warps(columns),
+            num_warps=warps_for(columns),
         )
     return weights, window, lse
 
@@ -417,6 +418,6 @@ def choose(
             ADAPTIVE=p < 1,
             BLOCK=min(TILE, padded(width)),
             ONE=width <= TILE,
-            num_warps=_warps(width),
+            num_warps=warps_for(width),
         )
     return pages, count, covered

@@ -17,20 +17,29 @@ def _merge_kernel(
     part_m_ptr: torch.Tensor,
     part_l_ptr: torch.Tensor,
     part_acc_ptr: torch.Tensor,
+    out_ptr: torch.Tensor,
     queries: int,
     parts: int,
+    heads: int,
+    out_stride: int,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
     NORMALISED: tl.constexpr,
+    FINISH: tl.constexpr,
 ) -> None:
     query = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK_D)
     in_head = channel < HEAD_SIZE
     acc_at = acc_ptr + query * HEAD_SIZE + channel
-    m = tl.load(m_ptr + query)
-    l = tl.load(l_ptr + query)  # noqa: E741
-    acc = tl.load(acc_at, mask=in_head, other=0.0)
+    if FINISH:
+        m = tl.full([], float("-inf"), tl.float32)
+        l = tl.zeros([], tl.float32)  # noqa: E741
+        acc = tl.zeros([BLOCK_D], tl.float32)
+    else:
+        m = tl.load(m_ptr + query)
+        l = tl.load(l_ptr + query)  # noqa: E741
+        acc = tl.load(acc_at, mask=in_head, other=0.0)
     for start in range(0, parts, BLOCK_P):
         part = (start + tl.arange(0, BLOCK_P)).to(tl.int64)
         at = part * queries + query
@@ -53,9 +62,13 @@ def _merge_kernel(
         ).to(tl.float32)
         acc = acc * decay + tl.sum(part_acc * weight[:, None], 0)
         m = top
-    tl.store(m_ptr + query, m)
-    tl.store(l_ptr + query, l)
-    tl.store(acc_at, acc, mask=in_head)
+    if FINISH:
+        out_at = out_ptr + (query // heads) * out_stride + (query % heads) * HEAD_SIZE + channel
+        tl.store(out_at, tl.where(l > 0.0, acc / tl.where(l > 0.0, l, 1.0), 0.0), mask=in_head)
+    else:
+        tl.store(m_ptr + query, m)
+        tl.store(l_ptr + query, l)
+        tl.store(acc_at, acc, mask=in_head)
 
 
 def merge(
@@ -105,11 +118,44 @@ def merge(
             part_m,
             part_m if part_l is None else part_l,
             part_acc,
+            state.m,
             tokens * heads,
             parts,
+            heads,
+            0,
             HEAD_SIZE=head_size,
             BLOCK_D=padded(head_size),
             BLOCK_P=1 if in_order else min(16, padded(parts)),
             NORMALISED=part_l is None,
+            FINISH=False,
+            num_warps=2,
+        )
+
+
+def finish_parts(parts: PartialState, out: torch.Tensor) -> None:
+    """Merge n partial states, ``[n, T, Hq]`` and so on, and write the output to ``out``.
+
+    ``out [T, Hq, D]`` is contiguous but for the token stride; queries that saw no key give zeros.
+    Queued on the current stream.
+    """
+    count, tokens, heads, head_size = parts.acc.shape
+    with on_device_of(out):
+        _merge_kernel[(tokens * heads,)](
+            parts.m,
+            parts.l,
+            parts.acc,
+            parts.m,
+            parts.l,
+            parts.acc,
+            out,
+            tokens * heads,
+            count,
+            heads,
+            out.stride(0),
+            HEAD_SIZE=head_size,
+            BLOCK_D=padded(head_size),
+            BLOCK_P=min(16, padded(count)),
+            NORMALISED=False,
+            FINISH=True,
             num_warps=2,
         )

@@ -26,6 +26,7 @@ from vllm_ssdkv.connector.identity.loaded_model import LoadedModel
 from vllm_ssdkv.connector.kv_layout import KVLayout, paged_geometry
 from vllm_ssdkv.connector.messages import ContextDelta, CopyToDram, Flush, Row, StepPlan
 from vllm_ssdkv.connector.worker.binding import Binding
+from vllm_ssdkv.connector.worker.device_decode import DeviceDecode, piecewise_reason
 from vllm_ssdkv.connector.worker.device_memory import held_for_summaries, hold_summary_memory
 from vllm_ssdkv.connector.worker.page_mode import ContextLayers, PageMode
 from vllm_ssdkv.connector.worker.paged_attention import attend_layer, rows_of_step, store_new
@@ -33,7 +34,7 @@ from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 from vllm_ssdkv.kernels.step_clock import AttentionClock
 from vllm_ssdkv.profiling.decode_harness.attention import Attention, timed
-from vllm_ssdkv.profiling.decode_harness.forward import Forward
+from vllm_ssdkv.profiling.decode_harness.forward import Forward, events_of
 from vllm_ssdkv.profiling.decode_harness.models import head_size, kv_heads
 from vllm_ssdkv.profiling.decode_harness.part_clock import AttentionTimer, PartClock
 from vllm_ssdkv.store.context_store import ContextStore
@@ -200,6 +201,7 @@ class PagedDecoder:
                 self._caches.append(torch.zeros(blocks, dtype=model.dtype, device=self.device))
             self.worker.register(dict(zip(names, self._caches, strict=True)))
             self._paged = self.worker.page_mode
+            self._paged.device = self._device_decode()
         except BaseException:
             self.close()
             raise
@@ -208,6 +210,15 @@ class PagedDecoder:
         self._rows: RowBatch | None = None
         self._now: list[tuple[_Request, int]] = []
         self._mapping = torch.zeros(0, dtype=torch.int64)
+
+    def _device_decode(self) -> DeviceDecode | None:
+        """Attention that is captured with the model; None: layer by layer."""
+        paged, new_event = self.worker.page_mode, events_of(self.device)
+        if not self.passes.captures or new_event is None or piecewise_reason(paged):
+            return None
+        blocks = self.room.blocks // self.room.requests
+        stride = self._caches[0].stride(0)
+        return DeviceDecode(paged, self.room.requests, blocks, stride, self.device, new_event)
 
     def _open(self, place: StorePlace, contexts: int, drives: NodeDrives | None) -> OpenStore:
         """Open the store, with memory of the device for summaries where the options give any."""
@@ -376,15 +387,47 @@ class PagedDecoder:
             mappings.append(self._slots_of(request, request.tokens, end))
         self._mapping = torch.cat(mappings)
         self._now, self._rows = [(request, count) for request in requests], None
-        attention: Attention = self._attend
-        if self.timer is not None:
-            attention = timed(attention, self.timer)
         where = torch.stack(positions).to(self.device)
-        work = functools.partial(self.passes, ids, where, attention)
+        work = functools.partial(self._pass, ids, where)
         logits: torch.Tensor = self._carry_out(plan, work)
         for request in requests:
             request.tokens += count
         return logits
+
+    def _pass(self, ids: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        """Do the pass, by one graph where the device serves the step and no part of it is timed."""
+        attention: Attention = self._attend
+        if self.timer is not None:
+            attention = timed(attention, self.timer)
+        device, timing = self.worker.page_mode.device, self.timer or self._parts
+        if device is None or not device.serves or timing or len(ids) != self.room.requests:
+            return self.passes(ids, where, attention)
+        ends = [request.tokens + 1 for request, _ in self._now]
+        device.batch.slots.copy_(self._mapping)
+        device.batch.seq_lens.copy_(torch.tensor(ends))
+        table = torch.zeros(device.batch.block_table.shape, dtype=torch.int32)
+        for row, (request, _) in enumerate(self._now):
+            table[row, : len(request.hbm)] = torch.tensor(request.hbm, dtype=torch.int32)
+        device.batch.block_table.copy_(table)
+        return self.passes(ids, where, attention, self._attend_by_tables)
+
+    def _attend_by_tables(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        device, layer = self.worker.page_mode.device, int(module.layer_idx)  # type: ignore[arg-type] # of the model's attention modules
+        if device is None:
+            raise RuntimeError("there are no tables to attend by")
+        if layer == 0:
+            device.find_rows()
+        queries, keys, values = (part[:, :, 0].contiguous() for part in (query, key, value))
+        out = torch.empty_like(queries)
+        device.attend(layer, queries, keys, values, self._caches[layer], out, scale)
+        return out[:, None]
 
     def _attend(
         self,

@@ -1,4 +1,5 @@
-"""Forward passes of a model, on CUDA as graphs that end where a layer's attention begins.
+"""Forward passes of a model, on CUDA as graphs: one a step where attention can be captured, else
+graphs that end where a layer's attention begins.
 
 Launching a layer's kernels one by one takes the host longer than the GPU takes to read the layer's
 weights. What is captured needs one launch a layer, so a step's time is that of attention and of
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from vllm_ssdkv.connector.worker.device_tables import Event
 from vllm_ssdkv.profiling.decode_harness.attention import Attention, attention_by
 
 
@@ -81,7 +83,8 @@ def plain(
 
 
 class CapturedForward:
-    """The pass of a model over one token of each of R requests, in pieces between attentions.
+    """The pass of a model over one token of each of R requests, in pieces between attentions, or in
+    one piece with an attention that can be captured.
 
     Example::
 
@@ -89,8 +92,14 @@ class CapturedForward:
         logits = forward(ids, positions, attention)
     """
 
-    def __init__(self, model: Any, requests: int, graphs: Callable[[], Graph]) -> None:  # noqa: ANN401
-        """Capture it; ``graphs`` makes a piece."""
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401 - transformers' model
+        requests: int,
+        graphs: Callable[[], Graph],
+        whole: Attention | None = None,
+    ) -> None:
+        """Capture it; ``graphs`` makes a piece; ``whole`` is captured with the model."""
         shape = requests, 1
         self._ids = torch.zeros(shape, dtype=torch.int64, device=model.device)
         self._positions = torch.zeros_like(self._ids)
@@ -102,17 +111,17 @@ class CapturedForward:
             current = torch.cuda.current_stream()
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                self._capture(model)
+                self._capture(model, whole)
             current.wait_stream(stream)
         else:
-            self._capture(model)
+            self._capture(model, whole)
 
-    def _capture(self, model: Any) -> None:  # noqa: ANN401 - transformers' model
+    def _capture(self, model: Any, whole: Attention | None) -> None:  # noqa: ANN401
         # Libraries allocate at their first call, which a capture does not allow.
-        plain(model, self._ids, self._positions, _nothing)
+        plain(model, self._ids, self._positions, whole or _nothing)
         self._begin()
         try:
-            self._logits = plain(model, self._ids, self._positions, self._cut)
+            self._logits = plain(model, self._ids, self._positions, whole or self._cut)
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the first error counts
                 self._pieces[-1].capture_end()
@@ -172,6 +181,14 @@ def graphs_of(device: torch.device) -> Callable[[], Graph] | None:
     return lambda: PieceOfCUDA(pool)
 
 
+def events_of(device: torch.device) -> Callable[[], Event] | None:
+    """A maker of marks in the work of this device; nothing where nothing is left to wait for."""
+    if device.type != "cuda":
+        return None
+    made: Callable[[], Event] = torch.cuda.Event
+    return made
+
+
 class Forward:
     """Passes of a model for a decoder.
 
@@ -191,25 +208,40 @@ class Forward:
         self.launches = "one by one"
         self._model = model
         self._graphs = graphs_of(model.device)
-        self._captured: dict[int, CapturedForward] = {}
+        self._captured: dict[tuple[int, bool], CapturedForward] = {}
+
+    @property
+    def captures(self) -> bool:
+        """Check whether passes can be captured, as far as is known."""
+        return self._graphs is not None
 
     def __call__(
-        self, ids: torch.Tensor, positions: torch.Tensor, attention: Attention
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attention,
+        whole: Attention | None = None,
     ) -> torch.Tensor:
-        """Logits [R, vocabulary] behind the last of ``ids`` [R, T], valid until the next call."""
+        """Logits [R, vocabulary] behind the last of ``ids`` [R, T], valid until the next call.
+
+        ``whole``: attention that can be captured, the same one in each call.
+        """
         if ids.shape[1] == 1 and self._graphs is not None:
-            captured = self._captured.get(len(ids)) or self._capture(len(ids), self._graphs)
+            captured = self._capture(len(ids), self._graphs, whole)
             if captured is not None:
                 return captured(ids, positions, attention)
         return plain(self._model, ids, positions, attention)
 
-    def _capture(self, requests: int, graphs: Callable[[], Graph]) -> CapturedForward | None:
-        self._captured.clear()
-        try:
-            made = CapturedForward(self._model, requests, graphs)
-        except RuntimeError as error:  # of CUDA, which tells of all that is not permitted so
-            self.launches, self._graphs = f"one by one: {error}", None
-            return None
-        self.launches = "CUDA graphs"
-        self._captured[requests] = made
-        return made
+    def _capture(
+        self, requests: int, graphs: Callable[[], Graph], whole: Attention | None
+    ) -> CapturedForward | None:
+        kind = requests, whole is not None
+        if kind not in self._captured:
+            self._captured.clear()
+            try:
+                self._captured[kind] = CapturedForward(self._model, requests, graphs, whole)
+            except RuntimeError as error:  # of CUDA, which tells of all that is not permitted so
+                self.launches, self._graphs = f"one by one: {error}", None
+                return None
+        self.launches = "CUDA graphs" if whole is None else "one CUDA graph a step"
+        return self._captured[kind]

@@ -121,6 +121,7 @@ def measure_paged(
     parts = PartClock(decoder.device)
     decoder.time_parts(parts)
     steps = clocked.run(effort.profiled, effort.seconds)
+    found["parts_launches"] = decoder.passes.launches
     decoder.timer = None
     decoder.time_parts(None)
     layers = len(decoder.layout.layer_names)

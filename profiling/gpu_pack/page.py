@@ -212,7 +212,7 @@ def _dtype(row: Row) -> str:
 
 def _decode(rows: Sequence[Row]) -> list[str]:
     """Tokens of small models, and the speed of a large one's shape by place of its contexts."""
-    tokens, speed, about = [], [], []
+    tokens, speed, about, plain = [], [], [], ", without CUDA graphs"
     for row in rows:
         values = {figure.name: figure.value for figure in row.figures}
         if row.case.startswith("tokens of"):
@@ -220,7 +220,10 @@ def _decode(rows: Sequence[Row]) -> list[str]:
             tokens.append((row.case, verdict if row.figures else _figures(row)))
         elif "tokens_per_s" in values:
             about = [f"{values[name]}" for name in ("model", "dtype")]
-            speed.append((row.case, *_speed(values)))
+            launches = values.get("model_launches")
+            plain = plain if launches is None else ""
+            case = row.case if launches is None else f"{row.case} ({launches})"
+            speed.append((case, *_speed(values)))
         else:
             why = values.get(NOT_MEASURED)
             text = f"{NOT_MEASURED}: {why}" if why else _figures(row)
@@ -233,11 +236,7 @@ def _decode(rows: Sequence[Row]) -> list[str]:
         "Of a layer, ms, timed part by part",
         "Read for a token, MB",
     )
-    told = (
-        f"{', '.join(about)}, random weights and contexts, greedy, without CUDA graphs:"
-        if about
-        else "Speed:"
-    )
+    told = f"{', '.join(about)}, random weights and contexts, greedy{plain}:" if about else "Speed:"
     return [_table(("Tokens in fp32", "Result"), tokens), told, _table(head, speed)]
 
 

@@ -20,16 +20,20 @@ from triton.compiler import ASTSource
 from tests.conftest import CACHE
 from vllm_ssdkv.kernels.operands.block_layout import PLAIN, BlockLayout, PartialState, Rows, Softmax
 from vllm_ssdkv.kernels.operands.page_list import PageList
+from vllm_ssdkv.kernels.operands.step_tables import StepTables
 from vllm_ssdkv.triton_kernels import (
     attend,
     choose,
     codes,
+    decode_layer,
     digest,
     finish,
     merge,
     order,
     pack,
+    resolve,
     score,
+    step_rows,
     store_kv,
     summarize,
     tokens,
@@ -339,6 +343,41 @@ def test_choose(
     choose.choose(weights, weights, window, rows, rows, rows, max_chosen=256, sinks=2, p=p)
     check(weighs, capability)
     check(chooses, capability)
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("blocks", [100, 4000])
+def test_decode_layer(
+    record: Callable[[ModuleType, str], Recorder], capability: int, blocks: int
+) -> None:
+    """Kernels that find a step's rows by tables, choose pages and write the output."""
+    matches, changes = record(step_rows, "_match_kernel"), record(step_rows, "_change_kernel")
+    resolves, merges = record(resolve, "_resolve_kernel"), record(merge, "_merge_kernel")
+    attends = record(attend, "_attend_kernel")
+    for module, name in ((store_kv, "_store_kernel"), (score, "_pages_kernel")):
+        record(module, name)
+    layout = BlockLayout.unpadded(64, 16, 2, 128, torch.bfloat16)
+    shape = StepTables(rows=2, blocks=blocks, hbm_blocks=50)
+    tables = torch.zeros(shape.size, dtype=torch.int64)
+    step_rows.change(tables, torch.zeros((5, 2), dtype=torch.int64))
+    layer = decode_layer.DecodeLayer(
+        layout,
+        layout.with_page_stride(8192),
+        shape,
+        tables,
+        window_blocks=6,
+        query_heads=8,
+        choosing=decode_layer.Choosing(spread=False, sinks=1),
+    )
+    rows = torch.zeros(2, dtype=torch.int64)
+    batch = step_rows.Batch(rows, rows.int(), torch.zeros((2, blocks), dtype=torch.int32))
+    cache = torch.zeros((50, layout.block_bytes // 2), dtype=torch.bfloat16)
+    query, new = (torch.zeros((2, heads, 128), dtype=torch.bfloat16) for heads in (8, 2))
+    layer.begin(batch, cache.stride(0))
+    layer.attend(query, new, new, cache, torch.empty_like(query), batch, 0.1, (4096, 65536))
+    for recorder in (matches, changes, resolves, merges):
+        check(recorder, capability)
+    assert len(attends.launches) == 2
 
 
 @pytest.mark.parametrize("capability", SHARED)

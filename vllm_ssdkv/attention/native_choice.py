@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _kernels
+from vllm_ssdkv.kernels.operands.step_tables import NEWEST
 from vllm_ssdkv.sparse.next_best import Ranked
 from vllm_ssdkv.sparse.protocol import ContextSummaries, Selection, Selector, page_budget
 from vllm_ssdkv.sparse.scores import Floats, Scorer, Scores
@@ -81,6 +82,20 @@ def native_choice(
         most,
         wanted,
     )
+
+
+def selector_limits(selector: Selector, context: ContextSummaries) -> tuple[int, int, bool]:
+    """Pages that the only row of ``context`` takes at least and at most, as tables of a device have
+    it, and whether it scores them: of a selector that :func:`is_native`."""
+    if isinstance(selector, WindowSelector):
+        return NEWEST, int(page_budget(selector.budget, context)[0]), False
+    if not isinstance(selector, PageLogitsSelector | AdaptiveSelector):
+        raise TypeError(f"{selector.name} has no budget of pages")
+    most = int(page_budget(selector.budget, context)[0])
+    least = most
+    if isinstance(selector, AdaptiveSelector):
+        least = int(selector.least(context)[0])
+    return least, most, most < int(context.pages[0])
 
 
 def selection_of(selector: Selector, sizes: ContextSizes, made: Made, heads: int) -> Selection:

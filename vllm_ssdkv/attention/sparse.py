@@ -23,11 +23,17 @@ from vllm_ssdkv import _kernels
 from vllm_ssdkv.attention.compensate import beside_sinks, compensate
 from vllm_ssdkv.attention.exact import NO_LEASE, RowBatch
 from vllm_ssdkv.attention.mean_value import MeanRows, RunningMeanV
-from vllm_ssdkv.attention.native_choice import is_native, native_choice, selection_of
+from vllm_ssdkv.attention.native_choice import (
+    is_native,
+    native_choice,
+    selection_of,
+    selector_limits,
+)
 from vllm_ssdkv.attention.sparse_deviation import Compared, SparseDeviation
 from vllm_ssdkv.kernels.dense import select_kernels, wait_for
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState, on_host
 from vllm_ssdkv.kernels.operands.page_list import SPLIT_PAGES, PageList
+from vllm_ssdkv.kernels.operands.step_tables import TableRow
 from vllm_ssdkv.kernels.paged import PageAttention, PageKernels
 from vllm_ssdkv.kernels.step_clock import (
     AHEAD,
@@ -270,6 +276,48 @@ class SparseDecode:
         if found is None:
             return None
         return _kernels.GuessedPages(following, found.rows, found.pages, found.begin)
+
+    def table_rows(
+        self, takes: Callable[[Selector], bool], position: Mapping[int, int]
+    ) -> dict[int, TableRow] | None:
+        """Rows that choose, for a device's tables, by their numbers in the step, whose tokens are
+        at these positions; None where a selector is not one that a device ``takes``, or a block has
+        no frame, or somebody has to see what rows choose."""
+        contexts, found = self.contexts, dict[int, TableRow]()
+        seen = self._kept is not None or self._deviation is not None or self._offload is not None
+        if seen or not contexts.in_frames or contexts.poisoned or not contexts.read_in_dram:
+            return None
+        if not all(map(takes, self._selectors)):
+            return None
+        records = contexts.page_records(0)
+        nothing = records[:0]
+        for place, row in enumerate(contexts.rows.tolist()):
+            blocks = slice(int(contexts.begin[place]), int(contexts.end[place]))
+            begin = np.zeros(1, dtype=np.int32)
+            count = np.array([blocks.stop - blocks.start], dtype=np.int32)
+            window = position[row] + 1 - count * self._layout.block_tokens
+            sizes = ContextSummaries(self._layout, begin, count, window.astype(np.int32))
+            selector = self._selectors[self._which[place]]
+            least, most, scores = selector_limits(selector, sizes)
+            found[row] = TableRow(
+                int(count[0]),
+                contexts.frame_address[blocks],
+                records[blocks] if scores else nothing,
+                least,
+                most,
+            )
+        return found
+
+    def count_listed(self, rows: Collection[TableRow]) -> None:
+        """Count the pages that a device chooses in this step's layers for these rows. The mass that
+        they miss stays with the device."""
+        lists, counts = self._layout.kv_heads * len(self._next), self.counts
+        chosen = lists * sum(row.most for row in rows)
+        counts.lists += lists * len(rows)
+        counts.selected += chosen
+        counts.tokens += chosen * self._layout.page_tokens
+        counts.context += lists * sum(len(row.frames) for row in rows) * self._layout.groups
+        self.contexts.fetched.frame += chosen
 
     def choosing_rows(self, batch: RowBatch, query: torch.Tensor) -> _kernels.ChoosingRows | None:
         """The rows that choose, as native code takes them; None: all are lost. ``query`` [T, Hq, D]

@@ -118,6 +118,11 @@ class ContextStore(TieredStore):
         """Pages that :meth:`keep_on_device` needs memory for."""
         return 0 if self._summaries is None else self._summaries.device_places
 
+    @property
+    def record_bytes(self) -> int:
+        """Bytes from a block's records of a layer to those of the next layer; 0: there are none."""
+        return 0 if self._summaries is None else self._summaries.layer_bytes
+
     def keep_on_device(self, memory: DeviceMemory) -> None:
         """Summaries, where the plan says so, are kept in this memory, before any are kept at all.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -39,6 +40,9 @@ from vllm_ssdkv.sparse.prefetch import Prefetcher
 from vllm_ssdkv.sparse.protocol import Selector
 from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
 from vllm_ssdkv.store.context_store import ContextStore
+
+if TYPE_CHECKING:
+    from vllm_ssdkv.connector.worker.device_decode import DeviceDecode
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +85,7 @@ class PageMode:
         projector: Projector of the layers, if there is an ``x_cache``.
         deviation: Set by benches: compares sparse attention with exact, in steps that begin later.
         layer_ended: Set by benches: called when a layer has its attention.
+        device: Attends on a GPU to the steps that it serves, without the host; None: nobody does.
         step: The step under way.
     """
 
@@ -97,6 +102,7 @@ class PageMode:
     projector: LayerProjector | None
     deviation: SparseDeviation | None = None
     layer_ended: Callable[[], None] | None = None
+    device: DeviceDecode | None = None
     step: PagedStep | None = None
     _guesses: Prefetcher | None = None
     _poisoned: set[str] = field(default_factory=set)
@@ -208,6 +214,8 @@ class PageMode:
         )
         if self.projector is not None:
             self.projector.recording = self.step.records_x
+        if self.device is not None:
+            self.device.begin(self.step)
 
     def begin_recording(self, batch: RowBatch, device: torch.device) -> None:
         """Find the tokens of this step whose X is kept: once, before its first layer ends.
@@ -248,15 +256,22 @@ class PageMode:
     def give_up(self) -> None:
         """End a step whose forward pass has failed."""
         if self.step is not None:
-            self.step.close()
+            self._end_step(self.step)
             self.step = None
         if self.projector is not None:
             self.projector.recording = False
 
+    def _end_step(self, step: PagedStep) -> None:
+        if self.device is None:
+            step.give_back()
+        else:
+            self.device.leases.end_step(step.give_back)
+        step.rebalance()
+
     def _close(
         self, step: PagedStep, counters: Counters, report: RankReport, invalid: set[int]
     ) -> list[int]:
-        step.close()
+        self._end_step(step)
         step.count(counters)
         if self.x_cache is not None:
             self.x_cache.end_step(counters)
@@ -307,6 +322,8 @@ class PageMode:
 
     def close(self, timeout_s: float) -> bool:
         """End the device that attends; False: it may still read pages."""
+        if self.device is not None:
+            self.device.leases.close()
         return self.offloader is None or self.offloader.close(timeout_s)
 
 

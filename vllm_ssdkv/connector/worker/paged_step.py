@@ -6,7 +6,7 @@ way while the first layer computes. The attention backend uses it layer by layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -24,6 +24,7 @@ from vllm_ssdkv.connector.messages import Row, SlotArray
 from vllm_ssdkv.connector.worker.selector_registry import SelectorRegistry
 from vllm_ssdkv.connector.worker.step_keys import CHOICE_KEYS, STEP_KEYS
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState
+from vllm_ssdkv.kernels.operands.step_tables import TableRow
 from vllm_ssdkv.kernels.paged import select_page_kernels
 from vllm_ssdkv.kernels.step_clock import AttentionClock, StepClock
 from vllm_ssdkv.offload.offloader import Offloader
@@ -31,6 +32,7 @@ from vllm_ssdkv.offload.protocol import ContextWork, Foldable
 from vllm_ssdkv.offload.xcache.x_cache import XCache
 from vllm_ssdkv.sparse.context_clusters import ContextClusters
 from vllm_ssdkv.sparse.prefetch import Prefetcher
+from vllm_ssdkv.sparse.protocol import Selector
 from vllm_ssdkv.store.context_store import ContextStore
 from vllm_ssdkv.store.read.context_stream import ContextStream
 
@@ -351,14 +353,51 @@ class PagedStep:
         which = [i for i in range(len(self._rows)) if i not in others]
         return [self._rows[i] for i in which], [self._contexts[i] for i in which]
 
-    def close(self) -> None:
-        """End of the step. What a device does not give back stays as it is."""
+    def give_back(self) -> None:
+        """Give back what was borrowed. What a device does not give back stays as it is."""
         if self._x_stream is not None:
             self._x_stream.close()
         if not self._lost:
             self._stream.close()
             if self._decode is not None:
                 self._decode.contexts.close()
+
+    def rebalance(self) -> None:
+        """Divide DRAM anew at the end of the step."""
         # With their blocks in HBM: nobody reads those, until they leave it.
         known = self._store.whole_contexts(self._requests)
         self._store.rebalance_dram(known, self._choosing, self._later)
+
+    def table_rows(self, pages: Callable[[Selector], bool]) -> dict[int, TableRow] | None:
+        """Rows for a device's tables, by the HBM block that each one's token is written to; None:
+        a row has more than one token, or a block without a frame, or chooses by a selector that
+        ``pages`` does not take.
+        """
+        stream, decode, found = self._stream, self._decode, dict[int, TableRow]()
+        if not stream.in_frames or self._near is not None or self._x_stream is not None:
+            return None
+        if any(row.tokens != 1 for row in self._rows) or self._clustered:
+            return None
+        choosing = (
+            {}
+            if decode is None
+            else decode.table_rows(
+                pages, {i: row.first_position for i, row in enumerate(self._rows)}
+            )
+        )
+        if choosing is None:
+            return None
+        whole = stream.whole()[0]
+        nothing = np.zeros(0, dtype=np.uint64)
+        for i, row in enumerate(self._rows):
+            frames = whole.frame[whole.begin[i] : whole.end[i]]
+            every = len(frames) * self._geometry.groups
+            exact = TableRow(row.hbm_start, frames, nothing, every, every)
+            found[row.write_block] = choosing.get(i, exact)
+        return found
+
+    def count_listed(self, rows: Mapping[int, TableRow]) -> None:
+        """Count what a device chooses for the rows of :meth:`table_rows`."""
+        if self._decode is not None:
+            blocks = [self._rows[i].write_block for i in self._choosing]
+            self._decode.count_listed([rows[block] for block in blocks])

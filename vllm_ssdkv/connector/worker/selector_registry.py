@@ -109,6 +109,7 @@ class SelectorRegistry:
         means: Mean V of the requests that are decoded, where their selectors need it.
         kept: What they chose, where it is kept for more than a token.
         clusters: Of their pages, where their selectors need them.
+        own: The engine's choice.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class SelectorRegistry:
                 sparse.cluster_threshold, sparse.cluster_size, sparse.cluster_affinity, sinks
             ),
         )
-        self._own = SelectorGroup.of(config, layout, device, near)
+        self.own = SelectorGroup.of(config, layout, device, near)
         self._asked: OrderedDict[RequestOptions, SelectorGroup | None] = OrderedDict()
         for name in servable(config):
             if name != EXACT and SELECTORS.is_guest(name):
@@ -183,7 +184,7 @@ class SelectorRegistry:
 
     def _of(self, asked: RequestOptions | None) -> SelectorGroup | None:
         if asked is None:
-            return self._own
+            return self.own
         if asked not in self._asked:
             applied = asked.applied(self._config)
             self._asked[asked] = SelectorGroup.of(applied, self._layout, self._device, self._near)

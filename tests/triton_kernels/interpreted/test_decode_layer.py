@@ -1,0 +1,234 @@
+"""A layer of a decode step by tables: against the oracles, and recorded and replayed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tests.oracles import sparse_attention as oracle
+from tests.triton_kernels.recorded import Recorded
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
+from vllm_ssdkv.kernels.operands.step_tables import NEWEST, StepTables
+from vllm_ssdkv.triton_kernels.decode_layer import Choosing, DecodeLayer
+from vllm_ssdkv.triton_kernels.step_rows import Batch, change
+
+KV_HEADS, GROUP, SIZE, BLOCK, PAGE = 2, 3, 16, 8, 4
+GROUPS = BLOCK // PAGE
+LAYOUT = BlockLayout.unpadded(BLOCK, PAGE, KV_HEADS, SIZE, torch.float32)
+SLOTS = LAYOUT.with_page_stride(1024)
+HEADER, LAYERS = 4096, 2
+SHAPE = StepTables(rows=4, blocks=20, hbm_blocks=16)
+WINDOW_BLOCKS, SCALE, SINKS = 3, 0.3, 1
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Row:
+    """`most` pages of a context of so many blocks; None: all. `window` tokens are in HBM."""
+
+    blocks: int
+    window: int
+    most: int | None = None
+    least: int = 0
+    without_frame: int | None = None
+
+
+class Steps:
+    """Memory at fixed places, in which each step writes its rows' K and V, and its tables."""
+
+    def __init__(self, choosing: Choosing | None) -> None:
+        self.choosing = choosing
+        self.tables = torch.zeros(SHAPE.size, dtype=torch.int64)
+        self.batch = Batch(
+            torch.full((SHAPE.rows,), -1, dtype=torch.int64),
+            torch.zeros(SHAPE.rows, dtype=torch.int32),
+            torch.zeros((SHAPE.rows, SHAPE.blocks + WINDOW_BLOCKS), dtype=torch.int32),
+        )
+        self.layer = DecodeLayer(
+            LAYOUT,
+            SLOTS,
+            SHAPE,
+            self.tables,
+            window_blocks=WINDOW_BLOCKS,
+            query_heads=KV_HEADS * GROUP,
+            choosing=choosing,
+        )
+        frame = HEADER + LAYERS * SLOTS.block_bytes
+        self.frames = torch.zeros((SHAPE.rows, SHAPE.blocks, frame), dtype=torch.uint8)
+        record = (LAYERS, KV_HEADS, GROUPS, 2, SIZE)
+        self.records = torch.zeros((SHAPE.rows, SHAPE.blocks, *record))
+        self.caches = torch.zeros((LAYERS, SHAPE.hbm_blocks, LAYOUT.block_bytes // 4))
+        self.query = torch.zeros((LAYERS, SHAPE.rows, KV_HEADS * GROUP, SIZE))
+        self.key, self.value = torch.zeros((2, LAYERS, SHAPE.rows, KV_HEADS, SIZE))
+        self.out = torch.full_like(self.query, torch.nan)
+
+    def prepare(self, rows: dict[int, Row], seed: int) -> None:
+        """Write the rows of a step, by their entries in the batch; others are padding."""
+        draw = torch.Generator().manual_seed(seed)
+        tables = torch.zeros(SHAPE.size, dtype=torch.int64)
+        tables[: SHAPE.hbm_blocks] = -1
+        fields = tables[SHAPE.fields : SHAPE.frames].view(-1, SHAPE.rows)
+        frames = tables[SHAPE.frames : SHAPE.records].view(SHAPE.rows, -1)
+        records = tables[SHAPE.records :].view(SHAPE.rows, -1)
+        free = torch.randperm(SHAPE.hbm_blocks - 1, generator=draw).tolist()
+        order = torch.randperm(SHAPE.rows, generator=draw).tolist()
+        self.held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.rows = rows
+        self.batch.slots.fill_(-1)
+        self.query.copy_(torch.randn(self.query.shape, generator=draw))
+        for entry, row in rows.items():
+            place, context = order[entry], row.blocks * BLOCK
+            tokens = context + row.window
+            kv = torch.randn((2, LAYERS, tokens, KV_HEADS, SIZE), generator=draw)
+            self.held[entry] = kv[0], kv[1]
+            blocks = [free.pop() + 1 for _ in range(-(-row.window // BLOCK))]
+            for layer in range(LAYERS):
+                self._put(layer, entry, place, row, kv[:, layer], blocks)
+            for i in range(row.blocks):
+                frames[place, i] = self.frames[place, i].data_ptr()
+                records[place, i] = self.records[place, i].data_ptr()
+            if row.without_frame is not None:
+                frames[place, row.without_frame] = 0
+            most = row.blocks * GROUPS if row.most is None else row.most
+            scored = row.blocks if most < row.blocks * GROUPS and row.least >= 0 else 0
+            fields[:, place] = torch.tensor([row.blocks, row.blocks, scored, row.least, most])
+            tables[blocks[-1]] = place
+            self.batch.slots[entry] = blocks[-1] * BLOCK + (row.window - 1) % BLOCK
+            self.batch.seq_lens[entry] = tokens
+            self.batch.block_table[entry, row.blocks : row.blocks + len(blocks)] = torch.tensor(
+                blocks, dtype=torch.int32
+            )
+        changed = (tables != self.tables).nonzero().flatten()
+        change(self.tables, torch.stack([changed, tables[changed]], 1))
+        self.layer.lost.zero_()
+
+    def _put(
+        self,
+        layer: int,
+        entry: int,
+        place: int,
+        row: Row,
+        kv: torch.Tensor,
+        blocks: list[int],
+    ) -> None:
+        """Place K and V of a row's tokens in its frames and in HBM, all but the newest one's."""
+        pages = kv[:, : row.blocks * BLOCK].view(2, row.blocks, GROUPS, PAGE, KV_HEADS, SIZE)
+        pages = pages.permute(1, 4, 2, 0, 3, 5)  # block, head, group, K or V, token, channel
+        at = HEADER + layer * SLOTS.block_bytes
+        slots = self.frames[place, : row.blocks, at : at + SLOTS.block_bytes].view(
+            row.blocks, KV_HEADS, GROUPS, 1024
+        )
+        used = pages.reshape(row.blocks, KV_HEADS, GROUPS, 2 * PAGE * SIZE)
+        slots[..., : LAYOUT.page_payload_bytes] = used.contiguous().view(torch.uint8)
+        ends = pages[:, :, :, 0]
+        self.records[place, : row.blocks, layer] = torch.stack([ends.amin(3), ends.amax(3)], 3)
+        recent = kv[:, row.blocks * BLOCK :]
+        for token in range(row.window - 1):
+            block = self.caches[layer, blocks[token // BLOCK]].view(KV_HEADS, GROUPS, 2, PAGE, SIZE)
+            inside = token % BLOCK
+            block[:, inside // PAGE, :, inside % PAGE] = recent[:, token].transpose(0, 1)
+        self.key[layer, entry], self.value[layer, entry] = recent[:, -1]
+
+    def run(self) -> None:
+        """Do a step: the rows, then each layer."""
+        self.layer.begin(self.batch, self.caches.stride(1))
+        for layer in range(LAYERS):
+            self.layer.attend(
+                self.query[layer],
+                self.key[layer],
+                self.value[layer],
+                self.caches[layer],
+                self.out[layer],
+                self.batch,
+                SCALE,
+                (HEADER + layer * SLOTS.block_bytes, layer * KV_HEADS * GROUPS * 2 * SIZE * 4),
+            )
+
+    def compare(self) -> None:
+        """Compare the output with the oracle's; padding is zeros."""
+        want = torch.zeros(self.out.shape, dtype=torch.float64)
+        for entry, row in self.rows.items():
+            for layer in range(LAYERS):
+                want[layer, entry] = self._expected(layer, entry, row)
+        lost = [entry for entry, row in self.rows.items() if row.without_frame is not None]
+        kept = [entry for entry in range(SHAPE.rows) if entry not in lost]
+        torch.testing.assert_close(self.out[:, kept].double(), want[:, kept], atol=2e-5, rtol=2e-5)
+        assert not self.out.isnan().any()
+
+    def _expected(self, layer: int, entry: int, row: Row) -> torch.Tensor:
+        key, value = (part[layer] for part in self.held[entry])
+        query, context = self.query[layer, entry], row.blocks * BLOCK
+        chosen = torch.ones((KV_HEADS, len(key)), dtype=torch.bool)
+        if row.most is not None and row.most < row.blocks * GROUPS:
+            low, high = oracle.page_bounds(key[:context], PAGE)
+            logits = oracle.bound_logits(query, low, high, SCALE)
+            window = chosen.clone()
+            window[:, :context] = False
+            lse = oracle.attend_chosen(query, key, value, window, SCALE)[1]
+            weights, share = oracle.page_weights(logits, KV_HEADS, PAGE, lse)
+            chosen[:, :context] = False
+            if row.least == NEWEST:
+                chosen[:, : SINKS * PAGE] = True
+                chosen[:, context - (row.most - SINKS) * PAGE : context] = True
+                return oracle.attend_chosen(query, key, value, chosen, SCALE)[0]
+            for head in range(KV_HEADS):
+                pages, _ = oracle.choose(
+                    weights[head].tolist(),
+                    weights[head].tolist(),
+                    float(share[head]),
+                    sinks=SINKS,
+                    least=row.least,
+                    most=row.most,
+                    p=1.0,
+                )
+                for page in pages:
+                    chosen[head, page * PAGE : (page + 1) * PAGE] = True
+        return oracle.attend_chosen(query, key, value, chosen, SCALE)[0]
+
+
+KINDS = {
+    "exact": (None, {0: Row(20, 17), 1: Row(3, 1), 3: Row(0, 9)}, {0: Row(1, 8), 2: Row(19, 5)}),
+    "bounds": (
+        Choosing(spread=False, sinks=SINKS),
+        {0: Row(20, 9, 7, 7), 2: Row(5, 24), 3: Row(6, 3, 0)},
+        {0: Row(4, 1), 1: Row(13, 8, 3, NEWEST), 2: Row(20, 11, 11, 11), 3: Row(9, 2, 5, 5)},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replayed_step_does_what_its_tables_say(kind: str) -> None:
+    """What was a number at the capture, and should be memory, fails at the replay."""
+    choosing, captured, replayed = KINDS[kind]
+    steps = Steps(choosing)
+    steps.prepare(captured, seed=1)
+    with Recorded() as record:
+        steps.run()
+    steps.compare()
+    for seed, rows in ((2, replayed), (3, captured), (4, {})):
+        steps.prepare(rows, seed)
+        steps.out.fill_(torch.nan)
+        record.replay()
+        steps.compare()
+        assert not steps.layer.lost.any()
+
+
+def test_a_layer_is_six_launches_and_moves_nothing() -> None:
+    steps = Steps(KINDS["bounds"][0])
+    steps.prepare(KINDS["bounds"][1], seed=1)
+    with Recorded() as record:
+        steps.run()
+    layer = ["_store", "_attend", "_pages", "_resolve", "_attend", "_merge"]
+    assert record.launches == [f"{name}_kernel" for name in ["_match", *layer * LAYERS]]
+    assert record.operations == []
+
+
+def test_a_row_that_needs_a_block_without_a_frame_is_lost_and_no_other() -> None:
+    steps = Steps(None)
+    steps.prepare({0: Row(4, 3), 1: Row(5, 2, without_frame=4), 2: Row(2, 2)}, seed=1)
+    steps.run()
+    steps.compare()
+    lost = steps.layer.rows.row[1]
+    assert steps.layer.lost.nonzero().flatten().tolist() == [lost]

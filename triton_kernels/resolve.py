@@ -1,0 +1,272 @@
+"""Choice of pages from logits to addresses, in one kernel that knows rows by tables.
+
+A program weighs the pages of one list, ranks them as ``choose.py`` does, looks their blocks' frames
+up and writes addresses: the host has no part in it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl
+
+from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState
+from vllm_ssdkv.triton_kernels.choose import (
+    TILE,
+    rank,
+    taken_of,
+    tile_of,
+    warps_for,
+    weigh_line,
+)
+from vllm_ssdkv.triton_kernels.launch import inline, jit, on_device_of, padded
+
+
+@inline
+def _list_pages(
+    taken: torch.Tensor,
+    start: int,
+    at: torch.Tensor,
+    head: torch.Tensor,
+    frame_ptr: torch.Tensor,
+    address_ptr: torch.Tensor,
+    position_ptr: torch.Tensor,
+    lost_ptr: torch.Tensor,
+    offset: int,
+    nowhere: int,
+    GROUPS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    PAGE_BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write addresses and positions of a tile's chosen pages from ``at`` on.
+
+    A page whose block has no frame gets the address of ``nowhere``, and its row is lost."""
+    place = at + tl.cumsum(taken.to(tl.int32), 0) - 1
+    column = (start + tl.arange(0, BLOCK)).to(tl.int64)
+    frame = tl.load(frame_ptr + column // GROUPS, mask=taken, other=1)
+    page = head * GROUPS + column % GROUPS
+    address = tl.where(frame == 0, nowhere, frame + offset + page * PAGE_BYTES)
+    tl.store(address_ptr + place, address, mask=taken)
+    tl.store(position_ptr + place, column * PAGE_TOKENS, mask=taken)
+    if tl.sum((taken & (frame == 0)).to(tl.int32), 0) > 0:
+        tl.store(lost_ptr, 1)
+
+
+@jit
+def _resolve_kernel(
+    logits_ptr: torch.Tensor,
+    seen_m_ptr: torch.Tensor,
+    seen_l_ptr: torch.Tensor,
+    weights_ptr: torch.Tensor,
+    lse_ptr: torch.Tensor,
+    row_ptr: torch.Tensor,
+    columns_ptr: torch.Tensor,
+    least_ptr: torch.Tensor,
+    most_ptr: torch.Tensor,
+    frame_ptr: torch.Tensor,
+    address_ptr: torch.Tensor,
+    position_ptr: torch.Tensor,
+    end_ptr: torch.Tensor,
+    lost_ptr: torch.Tensor,
+    sinks: int,
+    log_tokens: float,
+    width: int,
+    room: int,
+    queries: int,
+    blocks: int,
+    offset: int,
+    nowhere: int,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    PAGE_BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ONE: tl.constexpr,
+    SEEN: tl.constexpr,
+) -> None:
+    line = tl.program_id(0).to(tl.int64)
+    entry = line // KV_HEADS
+    row = tl.load(row_ptr + entry).to(tl.int64)
+    columns = tl.load(columns_ptr + entry)
+    most = tl.maximum(tl.minimum(tl.minimum(tl.load(most_ptr + entry), columns), room), 0)
+    at = line * room
+    frame_ptr += row * blocks
+    least = tl.load(least_ptr + entry)
+    if (least < 0) | (most == 0) | (most == columns):
+        # Nothing is ranked: the first pages and the newest ones, which may be none or all.
+        tl.store(end_ptr + line, at.to(tl.int32) + most)
+        first = tl.minimum(sinks, most)
+        for start in range(0, tl.where(most > 0, columns, 0), BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            newest = (column >= columns - (most - first)) & (column < columns)
+            taken = (column < first) | newest
+            _list_pages(
+                taken,
+                start,
+                at,
+                line % KV_HEADS,
+                frame_ptr,
+                address_ptr,
+                position_ptr,
+                lost_ptr + row,
+                offset,
+                nowhere,
+                GROUPS,
+                PAGE_TOKENS,
+                PAGE_BYTES,
+                BLOCK,
+            )
+            at += tl.sum(taken.to(tl.int32), 0)
+        return
+    covered = weigh_line(
+        logits_ptr,
+        seen_m_ptr,
+        seen_l_ptr,
+        weights_ptr,
+        lse_ptr,
+        line,
+        log_tokens,
+        columns,
+        width,
+        queries,
+        GROUP,
+        BLOCK,
+        SEEN,
+        True,
+    )
+    tl.debug_barrier()  # weights are read by other threads than wrote them
+    weights_ptr += line * width
+    count, bound, left, first, held, held_mass = rank(
+        weights_ptr, weights_ptr, columns, least, most, sinks, covered, 1.0, False, BLOCK, ONE
+    )
+    tl.store(end_ptr + line, at.to(tl.int32) + count)
+    for start in range(0, columns, BLOCK):
+        key, _, there = tile_of(
+            weights_ptr, weights_ptr, start, columns, first, held, held_mass, BLOCK, ONE
+        )
+        taken, left = taken_of(key, there, bound, left)
+        _list_pages(
+            taken,
+            start,
+            at,
+            line % KV_HEADS,
+            frame_ptr,
+            address_ptr,
+            position_ptr,
+            lost_ptr + row,
+            offset,
+            nowhere,
+            GROUPS,
+            PAGE_TOKENS,
+            PAGE_BYTES,
+            BLOCK,
+        )
+        at += tl.sum(taken.to(tl.int32), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Tensors of a step's choice, all on the device.
+
+    Attributes:
+        row: Row of the tables of each entry of the batch, int32 [R].
+        columns, least, most: Pages of its context, and how many each KV head takes, int32 [R].
+        frames: Address of the frame of each block of each row, 0 where there is none, int64
+            [rows, blocks].
+        nowhere: A page of zeros, which is attended to in place of one whose block has no frame.
+        lost: Gets 1 for rows that chose such a page, uint8 [rows].
+        logits, weights: Tables that are used on the way, float32 [R, Hq, n] and [R, Hkv, n].
+        lse: Likewise, float32 [R, Hq].
+    """
+
+    row: torch.Tensor
+    columns: torch.Tensor
+    least: torch.Tensor
+    most: torch.Tensor
+    frames: torch.Tensor
+    nowhere: torch.Tensor
+    lost: torch.Tensor
+    logits: torch.Tensor
+    weights: torch.Tensor
+    lse: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """Lists of pages at fixed places: list i has ``begin[i] .. end[i]``.
+
+    Attributes:
+        begin, end: int32 [R * Hkv]; the lists begin at multiples of the most that one has.
+        address, position: Of each page, int64.
+    """
+
+    begin: torch.Tensor
+    end: torch.Tensor
+    address: torch.Tensor
+    position: torch.Tensor
+
+
+def resolve(
+    choice: Choice,
+    seen: PartialState,
+    listed: Listed,
+    layout: BlockLayout,
+    *,
+    offset: int,
+    sinks: int,
+) -> None:
+    """Fill ``listed`` with the pages that each row and KV head attends to.
+
+    A row whose ``most`` is not less than its ``columns`` takes all of its pages, one whose ``most``
+    is 0 none, and one whose ``least`` is negative the first ``sinks`` and the newest ones. Others
+    choose by ``logits`` as ``ScoringKernels.weigh`` and ``choose`` say. Queued on the current
+    stream.
+
+    Args:
+        choice: Rows, and what they choose by.
+        seen: Partial states of the window, ``[n, R, Hq]`` and so on.
+        listed: Is written.
+        layout: Layout of a block in a slot.
+        offset: Bytes from a frame's start to the layer's first page.
+        sinks: First pages of a context that go first.
+    """
+    rows, heads, width = choice.logits.shape
+    lists = rows * layout.kv_heads
+    with on_device_of(choice.logits):
+        _resolve_kernel[(lists,)](
+            choice.logits,
+            seen.m,
+            seen.l,
+            choice.weights,
+            choice.lse,
+            choice.row,
+            choice.columns,
+            choice.least,
+            choice.most,
+            choice.frames,
+            listed.address,
+            listed.position,
+            listed.end,
+            choice.lost,
+            sinks,
+            math.log(layout.page_tokens),
+            width,
+            len(listed.address) // lists,
+            rows * heads,
+            choice.frames.shape[1],
+            offset,
+            choice.nowhere.data_ptr(),
+            KV_HEADS=layout.kv_heads,
+            GROUP=heads // layout.kv_heads,
+            GROUPS=layout.groups,
+            PAGE_TOKENS=layout.page_tokens,
+            PAGE_BYTES=layout.page_stride_bytes,
+            BLOCK=min(TILE, padded(width)),
+            ONE=width <= TILE,
+            SEEN=len(seen.m),
+            num_warps=warps_for(width),
+        )
