@@ -100,6 +100,11 @@ sanitize: install ## the native code from many threads under ASan and UBSan, the
 	    $$(setarch -R true 2>/dev/null && echo setarch -R) ./native_tests) || exit 1; \
 	done
 
+# Rows that exist already are run again last.
+models: install ## tiny random models of vLLM's registry in each mode, for SSDKV_MODELS_S=3600, to docs/models
+	$(bin)/python -P -m vllm_ssdkv.profiling.models docs/models/rows.jsonl
+	$(bin)/ssdkv lab docs write docs
+
 docs: install ## write the tables in docs/ and the dashboards that come from the code
 	$(bin)/ssdkv lab docs write docs
 	$(bin)/python -P scripts/stubs.py

@@ -87,7 +87,7 @@ def test_written_pages_pass_the_check(tmp_path: Path) -> None:
     assert run("lab", "docs", "write", str(place)).exit_code == 0
     assert sorted(path.name for path in place.iterdir()) == [
         *("cli.md", "fpga-tables.md", "gpu.md", "messages.md"),
-        *("metrics.md", "options-for-tests.md", "options.md", "papers.md"),
+        *("metrics.md", "models.md", "options-for-tests.md", "options.md", "papers.md"),
     ]
     assert run("lab", "docs", "check", str(place)).exit_code == 0
     assert run("lab", "docs", "write", str(place)).output == "", "nothing to write"

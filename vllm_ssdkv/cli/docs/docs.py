@@ -20,9 +20,11 @@ from vllm_ssdkv.cli.docs.doc_pages import (
 )
 from vllm_ssdkv.cli.docs.fpga_page import fpga_page
 from vllm_ssdkv.cli.docs.messages_page import messages_page
+from vllm_ssdkv.cli.docs.models_page import models_page
 from vllm_ssdkv.cli.docs.papers_page import papers_page
 from vllm_ssdkv.fpga_offload.generate import FILES
 from vllm_ssdkv.profiling.gpu_pack.page import gpu_page
+from vllm_ssdkv.profiling.models.rows import read_rows
 from vllm_ssdkv.profiling.sizing.validate import section as section_of_runs
 
 app = typer.Typer(no_args_is_help=True, help="Write or check the generated pages.")
@@ -47,6 +49,7 @@ def pages(directory: Path) -> dict[str, str]:
         "gpu.md": gpu_page(directory / "gpu"),
         "messages.md": messages_page(),
         "metrics.md": metrics_page(),
+        "models.md": models_page(read_rows(directory / "models" / "rows.jsonl")),
         "options.md": options_page(),
         "options-for-tests.md": options_for_tests_page(),
         "papers.md": papers_page(),

@@ -1,0 +1,1 @@
+"""Tiny random models of vLLM's registry, started for real: which modes serve which."""
