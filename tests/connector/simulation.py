@@ -272,6 +272,7 @@ class Simulation:
                 Speculation.of(config, BLOCK),
                 x_share=x_share,
                 hashes_per_block=BLOCK // hash_tokens,
+                kv_events=startup.publishes_events(config, own=True),
             ),
             SchedulerStore(
                 self.index,

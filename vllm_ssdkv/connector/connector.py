@@ -32,7 +32,10 @@ from vllm_ssdkv.connector.scheduler.scheduler import SSDKVScheduler
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -154,6 +157,10 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
         """As :meth:`request_finished`."""
         self.scheduler.finished(request)
         return False, self.scheduler.asked.ended(request.request_id)
+
+    def take_events(self) -> Sequence[KVCacheEvent]:
+        """KV events of stored blocks, which vLLM publishes."""
+        return () if self._scheduler is None else self._scheduler.take_events()
 
     def has_pending_push_work(self) -> bool:
         """Keep stepping while workers owe reports, so that what they wrote gets journalled."""

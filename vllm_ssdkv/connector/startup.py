@@ -379,6 +379,7 @@ def open_scheduler(
             x_share=x_share,
             x_shape=shape,
             hashes_per_block=found.layout.block_tokens // hash_tokens,
+            kv_events=publishes_events(vllm_config, own=store.own is not None),
         )
         choice = LoadOrRecompute(
             # In page mode computing writes every block of the hit once more.
@@ -483,6 +484,18 @@ def may_reuse(vllm_config: VllmConfig) -> bool:
             reason,
         )
     return not reason
+
+
+def publishes_events(vllm_config: VllmConfig, *, own: bool) -> bool:
+    """Check whether vLLM publishes KV events; ``own``: the store is this engine's."""
+    events = vllm_config.kv_events_config
+    wanted = bool(events is not None and events.enable_kv_cache_events)
+    if wanted and not own:
+        logger.warning(
+            "ssdkv: no KV events of stored blocks: this engine does not see what others store in "
+            "a node or a guest tier, and what is evicted there"
+        )
+    return wanted
 
 
 def sees_media(vllm_config: VllmConfig) -> bool:

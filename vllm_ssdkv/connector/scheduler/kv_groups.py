@@ -136,6 +136,33 @@ class GroupLoad:
     compared: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class GroupBlock:
+    """A block of one of vLLM's KV cache groups, as vLLM counts them.
+
+    Attributes:
+        group: vLLM's number of the group.
+        spec: Its spec.
+        number: Place of the block in a request, in blocks of the group.
+        hashes: vLLM's hashes to a block; its own is the last of them.
+    """
+
+    group: int
+    spec: KVCacheSpec
+    number: int
+    hashes: int
+
+    @property
+    def first_token(self) -> int:
+        """Its first token."""
+        return int(self.number * self.spec.block_size)
+
+    @property
+    def last_hash(self) -> int:
+        """Place of its hash among those of its request."""
+        return (self.number + 1) * self.hashes - 1
+
+
 class BlockGroups:
     """Keys, needs and hits of each group. Used by the scheduler's thread.
 
@@ -212,6 +239,17 @@ class BlockGroups:
             return keys
         tag = self._tag(group)
         return [key[:-1] + bytes((key[-1] ^ tag,)) for key in keys]
+
+    def by_part(self, keys: Sequence[bytes]) -> Iterator[tuple[int, Sequence[bytes]]]:
+        """Every group, with its :meth:`keys`."""
+        for group in range(len(self._parts)):
+            yield group, self.keys(keys, group)
+
+    def block(self, group: int, block: int) -> GroupBlock:
+        """A block of a group as vLLM knows it."""
+        part = self._parts[group]
+        number, hashes = block * part.of + part.place, part.spec.block_size // self._hash_tokens
+        return GroupBlock(part.group, part.spec, number, hashes)
 
     @staticmethod
     def _tag(group: int) -> int:
@@ -402,14 +440,9 @@ class BlockGroups:
     def _in_use(self, request: Request, first: int, hit: int) -> int:
         """Number of blocks in HBM that the request will hold, and that others hold."""
         pool, count = self._parts[0].manager.block_pool, 0
-        for part in self._parts:
-            # A block's hash is the last one of its tokens.
-            tokens = part.spec.block_size
-            last = [
-                (block * part.of + part.place + 1) * tokens // self._hash_tokens - 1
-                for block in range(part.first_held(hit * self._block), first)
-            ]
-            for number in last:
+        for group, part in enumerate(self._parts):
+            for block in range(part.first_held(hit * self._block), first):
+                number = self.block(group, block).last_hash
                 found = pool.get_cached_block(request.block_hashes[number], [part.group])
                 count += found is not None and found[0].ref_cnt > 0
         return count

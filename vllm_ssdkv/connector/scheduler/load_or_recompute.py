@@ -105,7 +105,7 @@ class LoadOrRecompute:
         self._clock = clock
         self.prefill = PrefillCost(chunk_tokens)
         self.load = LoadCost()
-        self._resident = ResidentSlots()
+        self.resident = ResidentSlots()
         self._frames: dict[int, int] = {}
         self._steps: dict[int, StepShape] = {}
         self._untimed = 0
@@ -146,11 +146,11 @@ class LoadOrRecompute:
         if self._always or not hits or not known:
             self._chosen = _Chosen(request_id, hits, hits, 0.0, 0.0, slots[:0])
             return hits
-        in_dram = self._resident.which(slots)
+        in_dram = self.resident.which(slots)
         end = computed + hits * self._block
         backlog = self.prefill.backlog(running)
         queue = self._queue() + self.load.way
-        windows = self._resident.which(besides.slots)
+        windows = self.resident.which(besides.slots)
         windows_in_dram = int(windows.sum())
         begin = besides.behind
         ends = self._ends(in_dram) if not begin else [0, hits]
@@ -225,7 +225,7 @@ class LoadOrRecompute:
 
     def planned(self, request_id: str, slots: I64) -> None:
         """A load of these slots goes to the workers with the next plan."""
-        in_dram = self._resident.which(slots)
+        in_dram = self.resident.which(slots)
         from_dram = int(in_dram.sum())
         service = self._service(from_dram, len(slots) - from_dram)
         compute = 0.0
@@ -235,11 +235,11 @@ class LoadOrRecompute:
         elif self._chosen is not None and self._chosen.request_id == request_id:
             compute = self._chosen.compute_s
         self._under_way[request_id] = _UnderWay(self._clock(), service, compute)
-        self._resident.touch(slots.tolist())
+        self.resident.touch(slots.tolist())
 
     def saved(self, slots: Iterable[int]) -> None:
         """These slots are copied from HBM to DRAM in this step."""
-        self._resident.touch(slots)
+        self.resident.touch(slots)
 
     def step(self, number: int, rows: Sequence[tuple[int, int]]) -> bool:
         """A step of (tokens before, tokens) rows is planned; whether workers shall time it."""
@@ -259,7 +259,7 @@ class LoadOrRecompute:
         """Take in what a worker measured; loads in the background that have ended on every rank."""
         if report.frames:
             self._frames[rank] = report.frames
-            self._resident.set_frames(self.frames)
+            self.resident.set_frames(self.frames)
         if rank == 0:
             for number, seconds in report.steps:
                 shape = self._steps.pop(number, None)

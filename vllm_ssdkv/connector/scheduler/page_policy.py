@@ -224,6 +224,8 @@ class PagePolicy:
             self._replace(key)
             # The request itself needs it: what is not written would fill the DRAM.
             self._slots.publish(state.private.pop(block), key, needed=True)
+        if self._parts.events is not None:
+            self._parts.events.look(state.request, first, state.published)
 
     def _replace(self, key: bytes) -> None:
         """A block was computed although it is stored: its copy, or one before it, was unreadable.

@@ -25,7 +25,9 @@ class ReportIntake:
 
     def take(self, reports: Sequence[tuple[int, RankReport]], received: Iterable[str]) -> None:
         """Take in what the workers say, and the loads of requests that have ended."""
-        self._parts.identities.told(reports, self._requests.values())
+        weights, adapters = self._parts.identities.told(reports, self._requests.values())
+        if self._parts.events is not None and (weights or adapters):
+            self._parts.events.hide(None if weights else adapters)
         self._digested(reports)
         self._compared(reports)
         written: list[int] = []
@@ -148,6 +150,8 @@ class ReportIntake:
             for slot in self._slots.unverified.slots().tolist():
                 self._slots.drop(slot, "unverified")
             self._parts.identities.keys.suspended = True
+            if self._parts.events is not None:
+                self._parts.events.hide()
             hbm = self._parts.groups.hbm
             if hbm is not None:  # where blocks may be that were loaded, and not verified
                 hbm.evict_blocks(set(range(hbm.block_pool.num_gpu_blocks)))

@@ -135,9 +135,10 @@ class RequestIdentities:
 
     def told(
         self, reports: Sequence[tuple[int, RankReport]], states: Collection[RequestState]
-    ) -> None:
+    ) -> tuple[bool, Collection[int]]:
         """Take in which weights and adapters have changed under the running requests, and which
-        ranks have digested their weights after a reset."""
+        ranks have digested their weights after a reset. Whether weights have, and which adapters.
+        """
         self.resets.told(reports)
         self.keys.hidden = self.resets.hidden
         weights, adapters = self.ranks.told(reports)
@@ -160,6 +161,7 @@ class RequestIdentities:
         for number in adapters:
             users = [r for r in running if r.lora_request and r.lora_request.lora_int_id == number]
             self.keys.adapter_changed(users)
+        return weights, adapters
 
     def ended(self, state: RequestState) -> None:
         """An admitted request has ended; what it computed last may still be told of."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,12 @@ class ResidentSlots:
     def __init__(self) -> None:
         self._slots: OrderedDict[int, None] = OrderedDict()
         self._limit = 0
+        self.left: Callable[[int], None] = lambda slot: None
+        """Called with each slot that is held no more."""
+
+    def __contains__(self, slot: int) -> bool:
+        """Check whether a slot is probably in DRAM."""
+        return slot in self._slots
 
     def set_frames(self, frames: int) -> None:
         """Every worker has at least so many frames."""
@@ -34,7 +40,7 @@ class ResidentSlots:
             self._slots[slot] = None
             self._slots.move_to_end(slot)
         while len(self._slots) > self._limit:
-            self._slots.popitem(last=False)
+            self.left(self._slots.popitem(last=False)[0])
 
     def which(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Mask of the slots, [n], that are probably in DRAM."""

@@ -34,6 +34,7 @@ class ReusePolicy:
         self._groups, self._identities = parts.groups, parts.identities
         self._requests, self._slots, self._draft = parts.requests, parts.slots, parts.draft
         self._rewriter, self._own = parts.rewriter, parts.store.own
+        self._events = parts.events
         self._no_room = False
 
     def bind(self, hbm: KVCacheManager) -> None:
@@ -123,6 +124,8 @@ class ReusePolicy:
         again, of = bool(request.num_preemptions), ComputedBlocks(state.request_id, runs)
         for cause in self._slots.claim(wanted, of, again=again) if wanted else ():
             self._write_policy.skip(1, cause)
+        if self._events is not None:
+            self._events.look(request, first, first + len(keys))
 
     def _takes_writes(self, wanted: int) -> bool:
         """Check whether the store takes one block more than these: while writes are on trial, only

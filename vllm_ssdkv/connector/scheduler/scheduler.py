@@ -45,6 +45,7 @@ from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 from vllm_ssdkv.store.tier import TierIndex
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -171,6 +172,10 @@ class SSDKVScheduler:
         self._seats.wait(request_id)
         self.policy.allocated(state)
         self._lookup.allocated(state, blocks, external)
+        if self._parts.events is not None:
+            self._parts.events.look(
+                request, 0, request.num_tokens // self._parts.engine.block_tokens
+            )
 
     # ---- the plan of a step ----
 
@@ -338,6 +343,8 @@ class SSDKVScheduler:
 
     def _begin_after_reset(self) -> None:
         self.verifier.restart()
+        if self._parts.events is not None:
+            self._parts.events.hide()
         logger.info(
             "ssdkv: the cache was reset: the store is hidden until the weights have been digested"
         )
@@ -366,6 +373,10 @@ class SSDKVScheduler:
             **self.policy.remembers(),
         }
         return {name: count for name, count in found.items() if count}
+
+    def take_events(self) -> Sequence[KVCacheEvent]:
+        """Events of stored blocks since the last call."""
+        return () if self._parts.events is None else self._parts.events.take()
 
     def take_stats(self) -> SSDKVStats | None:
         """Counts of all processes of the engine, when it is time to tell."""
@@ -408,6 +419,14 @@ def _make_parts(
     own_index = None if store.own is None else store.own.index
     slots = SlotLedger(store.index, own_index, engine.ranks, draft, counters)
     retries = LoadRetries(engine.block_tokens, speculation.step_blocks)
+    groups = BlockGroups((), store.index, engine.block_tokens, speculation, engine.hashes_per_block)
+    events: KVEvents | None = None
+    if engine.kv_events and own_index is not None:
+        from vllm_ssdkv.connector.scheduler.kv_events import KVEvents
+
+        events = KVEvents(
+            own_index, groups, identities.keys, slots.writing, choice, store.suspension
+        )
     return SchedulerParts(
         config,
         engine,
@@ -416,7 +435,7 @@ def _make_parts(
         asked,
         draft,
         identities,
-        BlockGroups((), store.index, engine.block_tokens, speculation, engine.hashes_per_block),
+        groups,
         slots,
         LoadQueue(choice, retries, store.index, requests, identities, asked, draft),
         HitVerifier(
@@ -427,4 +446,5 @@ def _make_parts(
             counters,
         ),
         _make_rewriter(store, slots, stores=engine.stores),
+        events,
     )

@@ -24,6 +24,7 @@ from vllm_ssdkv.store.tier import StepIndex, TierIndex, TierSteps
 from vllm_ssdkv.store.write_policy import WritePolicy
 
 if TYPE_CHECKING:
+    from vllm_ssdkv.connector.scheduler.kv_events import KVEvents
     from vllm_ssdkv.offload.xcache.x_rule import XShape
 
 
@@ -45,6 +46,7 @@ class EngineFacts:
         x_shape: Shape of the layers, where it may be.
         hashes_per_block: vLLM's hashes to a block of ours: more than one where blocks of some KV
             cache groups have more tokens than those of others.
+        kv_events: Whether vLLM publishes KV events.
     """
 
     block_tokens: int
@@ -58,6 +60,7 @@ class EngineFacts:
     x_share: float | Literal["auto"] = 0.0
     x_shape: XShape | None = None
     hashes_per_block: int = 1
+    kv_events: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,7 @@ class SchedulerParts:
         loads: Loads under way.
         verifier: Comparison of hits with computed blocks.
         rewriter: Blocks of hits that are stored again.
+        events: Events of stored blocks for routers, where vLLM publishes any.
     """
 
     config: SSDKVConfig
@@ -137,3 +141,4 @@ class SchedulerParts:
     loads: LoadQueue
     verifier: HitVerifier
     rewriter: Rewriter | NoRewrites
+    events: KVEvents | None = None

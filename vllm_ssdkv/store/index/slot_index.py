@@ -30,9 +30,9 @@ Rewrites of the journal walk over the slots in steps of some tenths of a millise
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,6 +94,19 @@ class Usage(NamedTuple):
 _NO_SLOTS = np.zeros(0, dtype=np.int64)
 
 
+class IndexListener(Protocol):
+    """Somebody who is told what becomes of durable blocks, in the order in which it happens."""
+
+    def durable(self, slots: Iterable[int]) -> None:
+        """Slots are durable."""
+
+    def moved(self, old: Iterable[int], new: Iterable[int]) -> None:
+        """Blocks have other slots now, durable or not."""
+
+    def gone(self, slots: Iterable[int]) -> None:
+        """Slots hold nothing any more that can be found; some of them did not before."""
+
+
 class SlotIndex:
     """The index of one store. Single-threaded; lookups and pins touch memory only.
 
@@ -118,6 +131,7 @@ class SlotIndex:
             ValueError: ``num_slots`` is not in [1, 2^31 - 2], or below the journal's.
         """
         self.num_slots = num_slots
+        self.listener: IndexListener | None = None
         self._journal = journal
         self._table = SlotTable(num_slots)
         self._reserved = 0
@@ -367,6 +381,8 @@ class SlotIndex:
         slots, epochs, keys, older = self._table.durable(np.atleast_1d(slot))
         if slots.size and self._journal is not None:
             self._journal.append(Kind.PUT, slots, epochs, keys)
+        if self.listener is not None:
+            self.listener.durable(slots.tolist())
         if older.size:
             self._tell_gone(*self._table.retire(older))
 
@@ -391,8 +407,11 @@ class SlotIndex:
         which, gone, slots, epochs, keys = self._table.replace(old, new)
         if slots.size and self._journal is not None:
             self._journal.append(Kind.PUT, slots, epochs, keys)
+        moved = np.array(which, dtype=np.bool_)
+        if self.listener is not None:
+            self.listener.moved(old[moved].tolist(), new[moved].tolist())
         self._tell_gone(*self._table.retire(gone))
-        return np.array(which, dtype=np.bool_)
+        return moved
 
     def drop(self, slot: int | I64) -> None:
         """Never find these slots again: their data is bad, or was not written.
@@ -407,6 +426,8 @@ class SlotIndex:
         """Have the journal forget slots."""
         if slots.size and self._journal is not None:
             self._journal.append(Kind.DEL, slots, epochs)
+        if slots.size and self.listener is not None:
+            self.listener.gone(slots.tolist())
 
     def mask(self, slots: I64) -> tuple[int, int]:
         """Take slots out of use until :meth:`unmask`: their device is. What is journalled is kept,
@@ -418,7 +439,10 @@ class SlotIndex:
         Returns:
             How many blocks are masked now, and how many were dropped.
         """
-        return self._table.mask(slots)
+        found = self._table.mask(slots)
+        if self.listener is not None:
+            self.listener.gone(slots.tolist())
+        return found
 
     def unmask(self, slots: I64) -> int:
         """Have slots in use again that were masked or quarantined; how many are found again.
