@@ -201,7 +201,7 @@ class SelectorRegistry:
         for i, row in enumerate(rows):
             if not row.may_choose or not len(contexts[i]):
                 continue
-            choice = self._own if row.asked is None else self._of(row.asked)
+            choice = self.own if row.asked is None else self._of(row.asked)
             if choice is not None and row.first_position + 1 >= choice.exact_below:
                 found[i] = choice.selector
         return found

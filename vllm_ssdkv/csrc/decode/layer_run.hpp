@@ -24,8 +24,8 @@ struct LayerOperands {
   std::int64_t sliding_window;  // of the keys in HBM; attention::kUnbounded: all
   const float* sinks;           // [query_heads]: logits of attention sinks; null: there are none
   attention::LogitShape shape;
-  std::size_t room;             // distinct pages outside frames that may be taken
-  const GuessedPages* guess;    // to be in memory when the layer ends; null: nothing is
+  std::size_t room;           // distinct pages outside frames that may be taken
+  const GuessedPages* guess;  // to be in memory when the layer ends; null: nothing is
 };
 
 // Some of the pages that were chosen, now in memory: KV head h of row r has those from begin[i] up

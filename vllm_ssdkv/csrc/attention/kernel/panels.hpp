@@ -98,8 +98,8 @@ inline Vec tanh_of(Vec x) {
   return magnitude < splat(0.625f) ? p * square * x + x : (x < Vec{} ? -far : far);
 }
 
-// Turns products of R rows with a tile into logits that are not plain. `slope` has one for each row,
-// or is null; `newest` are the rows' own positions.
+// Turns products of R rows with a tile into logits that are not plain. `slope` has one for each
+// row, or is null; `newest` are the rows' own positions.
 template <int R>
 void shape_logits(const KeyTile& tile, float soft_cap, const float* slope,
                   const std::int32_t* newest, float* logits) {
