@@ -196,6 +196,6 @@ def test_from_the_message_to_the_cure(
         start.run()
     found = entry_for(str(refused.value))
     assert found is not None, str(refused.value)
-    assert found.cure
+    assert found.message.cure
     cure()
     start.run()
