@@ -445,6 +445,11 @@ def test_logits_of_other_shapes_are_refused(cap: float, slopes: int | None, says
         _kernels.State(m, m, acc, cap, None if slopes is None else np.ones(slopes, np.float32))
 
 
+def test_slopes_of_another_type_are_refused() -> None:
+    with pytest.raises(ValueError, match="float32"):
+        Softmax(slopes=torch.ones(4, dtype=torch.bfloat16))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_size", [8, 80, 128])
 def test_finish_rounds_as_torch_does(isa: str, dtype: torch.dtype, head_size: int) -> None:

@@ -22,6 +22,7 @@ from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.offload import OffloadConfig
 from vllm_ssdkv.config.selectors import SelectorName
+from vllm_ssdkv.kernels.operands.block_layout import MAX_HEAD_SIZE
 from vllm_ssdkv.node.client.attention import AttentionWire
 from vllm_ssdkv.node.client.session import Session
 from vllm_ssdkv.node.protocol.credentials import make_keys
@@ -84,10 +85,11 @@ def decoded(
     selector: SelectorName,
     nodes: Sequence[NodeProcess] = (),
     between: Between | None = None,
+    head_size: int = HEAD_SIZE,
     **options: object,
 ) -> Decoded:
     """Decode both prompts together; ``between`` is called before each step."""
-    model: Any = make_model(small_config("llama", head_size=HEAD_SIZE), CPU, torch.float32)
+    model: Any = make_model(small_config("llama", head_size=head_size), CPU, torch.float32)
     update: dict[str, object] = {"dram_gib": LITTLE_DRAM, **options}
     if nodes:
         update["nodes"] = tuple(node.address for node in nodes)
@@ -135,6 +137,16 @@ def test_the_same_comes_out(
     torch.testing.assert_close(there.logits, without.logits, atol=2e-4, rtol=2e-4)
     assert there.counters.total("offload_tickets") > 0
     for cause in ("error", "answer", "deadline", "room"):
+        assert there.counters.total("offload_failures", cause=cause) == 0
+
+
+def test_heads_may_be_as_large_as_kernels_have_them(
+    nodes: list[NodeProcess], tmp_path: Path
+) -> None:
+    dram = 16 * LITTLE_DRAM  # for pages of 64 KiB
+    there = decoded(tmp_path, "exact", nodes, head_size=MAX_HEAD_SIZE, dram_gib=dram)
+    assert there.counters.total("offload_tickets") > 0
+    for cause in ("error", "answer", "deadline"):
         assert there.counters.total("offload_failures", cause=cause) == 0
 
 

@@ -168,7 +168,9 @@ class PagedAttentionImpl(AttentionImpl):
         self.sliding_window = sliding_window
         slopes = None
         if alibi_slopes is not None:
-            slopes = torch.tensor(alibi_slopes, device=current_platform.device_type)
+            # vLLM builds models under their dtype.
+            where = current_platform.device_type
+            slopes = torch.tensor(alibi_slopes, dtype=torch.float32, device=where)
         # Sinks are a parameter of the model, whose values are loaded later.
         self.softmax = Softmax(sinks, logits_soft_cap or 0.0, slopes)
         # Plain attributes, which the digest of the model has.

@@ -323,6 +323,11 @@ class Softmax:
     soft_cap: float = 0.0
     slopes: torch.Tensor | None = None
 
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` unless the slopes are float32: kernels read no others."""
+        if self.slopes is not None and self.slopes.dtype != torch.float32:
+            raise ValueError(f"slopes must be float32, and are {self.slopes.dtype}")
+
     @property
     def is_plain(self) -> bool:
         """Check whether logits are the products."""
@@ -336,7 +341,7 @@ class Softmax:
         made: NDArray[np.float32] = self.sinks.detach().to("cpu", torch.float32).numpy()
         return made
 
-    @property
+    @cached_property
     def host_slopes(self) -> NDArray[np.float32] | None:
         """Slopes likewise; they lie on the host."""
         return None if self.slopes is None else self.slopes.numpy()

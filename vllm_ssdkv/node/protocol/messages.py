@@ -662,7 +662,7 @@ class AttendShape(Message, frozen=True):
     groups: Annotated[int, Meta(ge=1, le=1 << 12)]
     page_tokens: Annotated[int, Meta(ge=1, le=1 << 12)]
     query_heads: Annotated[int, Meta(ge=1, le=1 << 12)]
-    head_size: Annotated[int, Meta(ge=8, le=256, multiple_of=8)]
+    head_size: Annotated[int, Meta(ge=8, le=512, multiple_of=8)]
     dtype: Literal["float32", "float16", "bfloat16"]
     slots: Annotated[int, Meta(ge=1, le=1 << 40)]
 
