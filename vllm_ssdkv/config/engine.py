@@ -230,7 +230,10 @@ class SSDKVConfig(OptionModel):
             "with this package's attention backend. The two modes cannot share a store: name "
             "other directories when you change the mode."
         ),
-        Reason("reuse works with every model and backend and never changes a result."),
+        Reason(
+            "reuse works with any attention backend and nearly every model (docs/not-there.md), "
+            "and never changes a result."
+        ),
     ] = "reuse"
     devices: Annotated[
         tuple[DeviceConfig, ...],
@@ -308,8 +311,8 @@ class SSDKVConfig(OptionModel):
             "window of the model's layers, if some have one.",
         ),
         Reason(
-            "null: 1024, which is more than a chunk of prefill and most local attention reach, "
-            "and small next to any context worth paging; 256 with a `selector` that chooses. "
+            "null: 1024, which covers most local attention and is small next to any context worth "
+            "paging; 256 with a `selector` that chooses. "
             "There the window counts in the budget: with an eighth and a window of 1024, no "
             "request of less than 16384 tokens would choose."
         ),

@@ -94,7 +94,7 @@ class ScoringConfig(OptionModel):
             "used with another."
         ),
         Reason(
-            "2: it gives the answers of exact attention from a thirteenth of the KV "
+            "2: it gives the answers of exact attention from a fourteenth of the KV "
             "(docs/accuracy.md). 1 bit takes about half of that, 4 bits take twice as much."
         ),
         _SCORES_CODES,
@@ -378,7 +378,7 @@ class SparseConfig(ScoringConfig):
             ge=MIN_PART,
             description="Memory per worker for the selectors' data about pages, part of dram_gib. "
             "Summaries of `bounds` and `spread` take 1/page_tokens of their KV, codes of 2 bits a "
-            "thirteenth, the channels of `sparf` half of it. Requests that find no room attend to "
+            "fourteenth, the channels of `sparf` half of it. Requests that find no room attend to "
             "everything.",
         ),
         Allowed(SIZE_TEXT, is_size=True),

@@ -64,7 +64,10 @@ _TABLE_INTROS: Final = {
     "options that inject faults or slow devices down.",
     "A node": "`ssdkv node run --config FILE` takes these ([shared-cache.md](shared-cache.md)), "
     "and of the options above `devices`, `dram_gib`, `replicas`, `recover`, `admission`, "
-    "`encryption` and `io`.",
+    "`encryption` and `io`. For a node `devices` is required, and takes directories only: each "
+    "store has its own in each of them. `dram_gib` is for all stores together. `admission` counts "
+    "what all engines of a store ask for. With `encryption` the node has the key; engines in "
+    "mode `reuse` need none.",
     "A pool": "Fields of the file of `ssdkv pool` ([shared-cache.md](shared-cache.md)).",
     "The secondary tier": "Fields of the tier's entry beside the options of a store "
     "([tier.md](tier.md)).",

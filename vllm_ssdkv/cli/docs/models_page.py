@@ -20,7 +20,8 @@ than a third of the longest one.
   the second time.
 - *refused*: the start ended with this sentence.
 - *failed*: the start or an answer failed in another way. It is a defect of this package.
-- *not started*: stock vLLM does not start this tiny model on this CPU.
+- *not started*: stock vLLM does not start this tiny model on this CPU. Other tests may serve its
+  kind of model ([not-there.md](not-there.md)).
 - *not run*: `make models` has not reached it yet.
 
 The tier ([tier.md](tier.md)) was run with none of them, because vLLM's CPU build offloads nothing.

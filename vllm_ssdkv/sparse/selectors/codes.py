@@ -3,7 +3,7 @@
 Each key, less the mean of its block, is rotated at random (two rounds of signs and a Hadamard
 matrix) and rounded to 1, 2 or 4 bits a channel (RaBitQ, Gao and Long 2024), with a weight that
 makes its logits right on average. A page's score is the softmax mass of its tokens by these logits:
-an estimate of what attention would give to it, from a thirteenth of the KV with 2 bits. Query heads
+an estimate of what attention would give to it, from a fourteenth of the KV with 2 bits. Query heads
 that share pages: see ``page_logits.py``. ``docs/format.md`` says how codes lie in a store.
 """
 
