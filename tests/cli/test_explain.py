@@ -35,9 +35,14 @@ def test_cause_cure_and_page_are_printed() -> None:
     assert re.search(
         r"^Cure:    Suspended stores \(docs/operations.md#", result.stdout, re.MULTILINE
     )
+    assert CliRunner().invoke(app, ["explain", "THE STORE IS SUSPENDED"]).stdout == result.stdout
     found = json.loads(CliRunner().invoke(app, ["explain", SUSPENDED, "--json"]).stdout)
     assert found["page"] == "docs/messages.md#the-store-is-suspended"
     assert {"message", "why", "cure", "sees", "moves", "page"} == set(found)
+
+
+def test_words_that_go_on_are_another_message() -> None:
+    assert entry_in("THE STORE IS SUSPENDEDLY so") is None
 
 
 def test_an_unknown_message_ends_with_1_and_the_nearest() -> None:

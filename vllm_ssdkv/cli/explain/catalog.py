@@ -13,6 +13,7 @@ from typing import Final
 ANYTHING: Final = "…"
 """Sign in a message for a part that differs."""
 
+_DETAILS: Final = f": {ANYTHING}"
 _WILD: Final = re.compile(r"…|\b(?:PATH|DEVICE|N|M|X)\b")
 _BEFORE: Final = re.compile(r"(?:: |\] |^\w*Error:)\s*")
 _SLUG_WORDS: Final = 7
@@ -65,9 +66,11 @@ class Entry:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Pattern of the beginning of what is logged or raised."""
-        parts = [re.escape(part) for part in _WILD.split(self.text)]
-        return re.compile(".*".join(parts), re.DOTALL)
+        """Pattern of the beginning of what is logged or raised; people leave details out."""
+        text = self.text.removesuffix(_DETAILS)
+        parts = [re.escape(part) for part in _WILD.split(text)]
+        end = "(?:: |$)" if text != self.text else ""
+        return re.compile(".*".join(parts) + end, re.DOTALL)
 
 
 @cache
