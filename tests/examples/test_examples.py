@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -32,6 +34,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 RUN_S = 600.0
 BLOCK = 128
 """vLLM's own block size on a CPU."""
+PROMPTS = 100
+"""Prompts of the file that `ssdkv warm` sends, each of its own."""
+BLOCKS_WARMED = 12
+"""Whole blocks of each."""
 FOUND = 4095 // BLOCK * BLOCK
 """Tokens of a prompt of 4096 that a second run finds: whole blocks, without the last token."""
 
@@ -190,6 +196,12 @@ def test_serve_and_client(
     _, *words = planned([str(recall.MODEL_DIR), "--device", str(place), *requests])
     *theirs, _, config = words[2:]
     (device,) = json.loads(config)["kv_connector_extra_config"]["devices"]
+    theirs.append("--enable-prompt-tokens-details")
+    # With `load: auto` a busy machine may compute again what is stored.
+    transfer = json.loads(config)
+    transfer["kv_connector_extra_config"]["load"] = "always"
+    words = [*words[:2], *theirs, "--kv-transfer-config", json.dumps(transfer)]
+    prompts = prompts_to_warm(tmp_path / "prompts.jsonl")
     ours = ["--device", device["path"], "--capacity", str(device["capacity"]), "--", *theirs]
     command = [str(binaries / "ssdkv"), "serve", str(recall.MODEL_DIR), *ours]
     start: Callable[..., Any] = started
@@ -211,9 +223,62 @@ def test_serve_and_client(
             ]
             assert f"\nanswer: {recall.text(question.answer)}\n" in run(client, variables, tmp_path)
             assert metric(running.url, r"vllm:ssdkv_hit_tokens_total\{.*ssd") == expected
+            warm = [str(binaries / "ssdkv"), "warm", str(prompts), "--url", f"{running.url}/v1"]
             if number == 0:
+                warmed_with_a_break(warm, running.url, variables, tmp_path)
                 # vLLM ends its engine at once: what is to be found again must be journalled.
-                wait_for_journal(Path(device["path"]) / "journal", FOUND // BLOCK)
+                blocks = FOUND // BLOCK + PROMPTS * BLOCKS_WARMED
+                wait_for_journal(Path(device["path"]) / "journal", blocks)
+            else:
+                told = json.loads(run([*warm, "--json"], variables, tmp_path))
+                assert told["warmed"] == told["prompts"] == PROMPTS
+                # Few hits are verified, and compute a block for that.
+                stored = PROMPTS * BLOCKS_WARMED * BLOCK
+                assert stored - 8 * BLOCK <= told["found"] <= stored
+
+
+def prompts_to_warm(file: Path) -> Path:
+    """A file of prompts that have nothing in common, as a batch has them."""
+    draw = random.Random(0)
+    lines = []
+    for number in range(PROMPTS):
+        tokens = [draw.randrange(16, 200) for _ in range(BLOCKS_WARMED * BLOCK + 9)]
+        body = {"prompt": tokens, "max_tokens": 50, "n": 2}
+        line = {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
+        lines.append(json.dumps(line) + "\n")
+    file.write_text("".join(lines))
+    return file
+
+
+def warmed_with_a_break(command: list[str], url: str, variables: dict[str, str], cwd: Path) -> None:
+    """Have a server warm the prompts: Ctrl-C, a line that vLLM refuses, then all of them."""
+    answered = r"vllm:request_success_total"
+    before = metric(url, answered)
+    first = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True)
+    until(lambda: metric(url, answered) >= before + 5, "no prompt was warmed")
+    first.send_signal(signal.SIGINT)
+    text, _ = first.communicate(timeout=RUN_S)
+    assert first.returncode == 130
+    match = re.search(rf"(\d+) of {PROMPTS} prompts warmed", text)
+    assert match is not None
+    assert 0 < int(match[1]) < PROMPTS
+
+    long = cwd / "long.jsonl"
+    body = {"prompt": [16] * 9000}
+    line = {"custom_id": "long", "method": "POST", "url": "/v1/completions", "body": body}
+    long.write_text("\n" + json.dumps(line))
+    refused = [*command[:2], str(long), *command[3:]]
+    ended = subprocess.run(
+        refused, env=variables, capture_output=True, text=True, timeout=RUN_S, check=False
+    )
+    assert ended.returncode == 1
+    assert f"{long}:2: " in ended.stderr.replace("\n", "")
+    assert "400" in ended.stderr
+
+    told = json.loads(run([*command, "--json"], variables, cwd))
+    assert told["warmed"] == told["prompts"] == PROMPTS
+    assert told["prompt_tokens"] == PROMPTS * (BLOCKS_WARMED * BLOCK + 9)
+    assert told["found"] > 0, "what was answered before the break is in HBM"
 
 
 def wait_for_journal(journal: Path, blocks: int) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import urllib.error
 import urllib.parse
-import urllib.request
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -27,18 +24,13 @@ from rich.text import Text
 
 from vllm_ssdkv.base.errors import BatchError, SSDKVError
 from vllm_ssdkv.cli import arguments
+from vllm_ssdkv.cli.server import URL, AnswerError, Key, Url, call
 
 app = typer.Typer(no_args_is_help=True, help="Run and manage batches of requests.")
 
 FAILED: Final = 1
-REQUEST_S: Final = 60.0
 
-_Url = Annotated[
-    str, typer.Option("--url", envvar="OPENAI_BASE_URL", help="The server's base URL, with /v1.")
-]
-_Key = Annotated[str, typer.Option("--api-key", envvar="OPENAI_API_KEY", help="The server's key.")]
 _Id = Annotated[str, typer.Argument(metavar="BATCH", help="ID of the batch, as ls shows it.")]
-_URL: Final = "http://127.0.0.1:8000/v1"
 
 
 def _fail(error: Exception) -> typer.Exit:
@@ -127,40 +119,16 @@ def _saved(progress: Any) -> str:  # noqa: ANN401 - offline.Progress, imported w
 
 
 def _call(url: str, key: str, path: str, method: str = "GET") -> dict[str, Any]:
-    """The JSON object that the server answers.
-
-    Raises:
-        BatchError: it cannot be reached, or answers with an error.
-    """
-    if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
-        raise BatchError(f"{url}: not an http or https URL")
+    """The JSON object that the server answers. Raises BatchError, which says how to start one."""
     try:
-        request = urllib.request.Request(
-            f"{url.rstrip('/')}{path}", method=method, headers={"Authorization": f"Bearer {key}"}
-        )
-        with urllib.request.urlopen(request, timeout=REQUEST_S) as answer:
-            value = json.load(answer)
-    except urllib.error.HTTPError as error:
-        raise BatchError(f"{url}: {error.code}: {_message(error.read())}") from None
-    except OSError as error:
-        why = getattr(error, "reason", error)
+        return call(url, key, path, method)
+    except AnswerError:
+        raise
+    except BatchError as error:
         raise BatchError(
-            f"{url} cannot be reached ({why}): start vllm serve with "
-            "VLLM_PLUGINS=ssdkv,ssdkv_batch, or name another server with --url"
+            f"{error}: start vllm serve with VLLM_PLUGINS=ssdkv,ssdkv_batch, or name another "
+            "server with --url"
         ) from None
-    except ValueError as error:
-        raise BatchError(f"{url}: {error}") from None
-    if not isinstance(value, dict):
-        raise BatchError(f"{url}: not a batch API")
-    return value
-
-
-def _message(body: bytes) -> str:
-    try:
-        error = json.loads(body)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
-        return body[:200].decode("utf-8", "replace") or "no message"
 
 
 def _when(seconds: int | None) -> str:
@@ -168,7 +136,7 @@ def _when(seconds: int | None) -> str:
 
 
 @app.command("ls")
-def list_batches(url: _Url = _URL, key: _Key = "", as_json: arguments.Json = False) -> None:
+def list_batches(url: Url = URL, key: Key = "", as_json: arguments.Json = False) -> None:
     """List the newest 100 batches of a server."""
     try:
         found = _call(url, key, "/batches?limit=100")["data"]
@@ -199,13 +167,13 @@ def list_batches(url: _Url = _URL, key: _Key = "", as_json: arguments.Json = Fal
 
 
 @app.command()
-def show(identifier: _Id, url: _Url = _URL, key: _Key = "") -> None:
+def show(identifier: _Id, url: Url = URL, key: Key = "") -> None:
     """Print a server's record of a batch, as JSON."""
     _print(url, key, f"/batches/{urllib.parse.quote(identifier, safe='')}", "GET")
 
 
 @app.command()
-def cancel(identifier: _Id, url: _Url = _URL, key: _Key = "") -> None:
+def cancel(identifier: _Id, url: Url = URL, key: Key = "") -> None:
     """Cancel a batch of a server; requests that are answered keep their answers."""
     _print(url, key, f"/batches/{urllib.parse.quote(identifier, safe='')}/cancel", "POST")
 

@@ -35,6 +35,7 @@ from vllm_ssdkv.cli.store.fsck import fsck
 from vllm_ssdkv.cli.store.quota import quota
 from vllm_ssdkv.cli.store.resume import resume
 from vllm_ssdkv.cli.store.stores import inspect, list_stores, remove
+from vllm_ssdkv.cli.warm import warm
 
 MOVED: Final = frozenset({"bench", "demo-model", "docs", "fpga", "profile", "reproduce"})
 """Commands that version 0.1 moved into ``ssdkv lab``. Their old names go with 0.2."""
@@ -65,6 +66,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(serve)
+app.command()(warm)
 app.command()(plan)
 app.command()(doctor)
 app.command("ls")(list_stores)
