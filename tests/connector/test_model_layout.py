@@ -146,7 +146,26 @@ def test_groups_lie_over_each_other() -> None:
     found = kv_layout(reuse, ENGINE, mixed([64, 64, None], [2, 1, 3]))
     assert found.layer_names == ("2.0", "2.1", "2.2")
     assert found.overlaid == (("0.0", "0.1"), ("1.0",))
+    assert found.chain_layers == found.layer_names
     assert found.geometry == kv_layout(reuse, ENGINE, mixed([None], [3])).geometry
+
+
+@pytest.mark.parametrize("chain", [0, 1, 3])
+def test_a_stage_of_a_pipeline_compares_its_own_layers_of_the_chain(chain: int) -> None:
+    found = kv_layout(SSDKVConfig.from_extra_config({}), ENGINE, mixed([64, None], [2, chain]))
+    assert found.chain_layers == tuple(f"1.{layer}" for layer in range(chain))
+    assert len(found.layer_names) == max(2, chain)
+
+
+def test_stages_without_kv_and_blocks_too_large_for_a_slot_are_refused() -> None:
+    reuse = SSDKVConfig.from_extra_config({})
+    for kept in (mixed([], []), mixed([64, None], [0, 0])):
+        with pytest.raises(UnsupportedError, match=r"no layer with KV: .* VLLM_PP_LAYER_PARTITION"):
+            kv_layout(reuse, ENGINE, kept)
+    for encryption in ({}, {"encryption": {"key_file": "key"}}):
+        made = SSDKVConfig.from_extra_config(encryption)
+        with pytest.raises(UnsupportedError, match=r"slot of .* exceeds .* lower --block-size"):
+            kv_layout(made, ENGINE, mixed([None], [2**31 // 4096]))
 
 
 def test_groups_are_part_of_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:

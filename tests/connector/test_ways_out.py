@@ -162,6 +162,24 @@ CASES = {
         },
         settings={"parallel_config__pipeline_parallel_size": 2},
     ),
+    "pipeline-by-ray": Case(
+        "llama",
+        "the older of vLLM's two executors for Ray passes on what the last stage of a pipeline",
+        {
+            "unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND": {
+                "environment": {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "1"}
+            },
+            "use --distributed-executor-backend mp": {
+                "settings": {"parallel_config__distributed_executor_backend": "mp"}
+            },
+        },
+        options={},
+        settings={
+            "parallel_config__pipeline_parallel_size": 2,
+            "parallel_config__distributed_executor_backend": "ray",
+        },
+        environment={"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0"},
+    ),
     "decode-context": Case(
         "llama",
         "--decode-context-parallel-size must be 1",

@@ -31,17 +31,20 @@ def test_two_uneven_stages(
     stock: Stock,
     devices: Callable[..., list[dict[str, str]]],
 ) -> None:
-    """Tokens are those of stock vLLM with hits, and after the engine was killed."""
+    """Tokens are those of stock vLLM with hits, and after the engine was killed. Each stage
+    compares the last block of each hit in its own layers."""
     wanted = [a.tokens for a in stock.answers("llama", SHORT)]
     places = devices(2)
     state = Path(places[0]["path"])
-    hits = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in SHORT]
+    found = [(len(prompt) - 1) // BLOCK for prompt in SHORT]
+    hits = [max(0, blocks - 1) * BLOCK for blocks in found]
+    compared = 2 * tensor * sum(map(bool, found))
 
     def started() -> Engine:
         with environment(VLLM_PP_LAYER_PARTITION="3,1"):
             return Engine(
                 models["llama"],
-                ssdkv=reuse_mode(places),
+                ssdkv=reuse_mode(places, verify_hits=1),
                 kv_tokens=16384,
                 enable_prefix_caching=False,
                 pipeline_parallel_size=2,
@@ -56,6 +59,7 @@ def test_two_uneven_stages(
         first, again = engine.answers(SHORT), engine.answers(SHORT)
         assert [a.tokens for a in first] == [a.tokens for a in again] == wanted
         assert [a.cached for a in again] == hits
+        assert engine.ssdkv("verified_hits", result="same") == compared
         # A block is in the journal when every rank of every stage has written it.
         blocks = sum(len(prompt) // BLOCK for prompt in SHORT)
         until(lambda: (state / JOURNAL).stat().st_size >= blocks * RECORD_BYTES)
@@ -69,5 +73,6 @@ def test_two_uneven_stages(
         after = engine.answers(SHORT)
         assert [a.tokens for a in after] == wanted
         assert [a.cached for a in after] == hits
+        assert engine.ssdkv("verified_hits", result="same") == compared
         for name in ("checksum_failures", "header_mismatches", "load_failures"):
             assert engine.ssdkv(name) == 0, name

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+from vllm import envs
 from vllm.platforms import CpuArchEnum, current_platform
 
 from vllm_ssdkv.base.errors import UnsupportedError
@@ -98,6 +99,16 @@ def _engine(config: SSDKVConfig, vllm_config: VllmConfig) -> Iterator[Obstacle]:
             if given:
                 text = f"--pipeline-parallel-size must be 1 {where}"
                 yield Obstacle(text, ("use --tensor-parallel-size", way), offloaded=True)
+        ray = parallel.distributed_executor_backend == "ray"
+        if ray and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+            yield Obstacle(
+                "the older of vLLM's two executors for Ray passes on what the last stage of a "
+                "pipeline tells and nothing of the others, so no load would end",
+                (
+                    "unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND",
+                    "use --distributed-executor-backend mp",
+                ),
+            )
     for flag, size in (
         ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
         ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size),

@@ -44,6 +44,9 @@ class KVLayout:
     ``block_tokens``, which are whole blocks of every group."""
     chain_dtype: torch.dtype | None = None
     """Dtype of that group; None: ``dtype``, that of the first with attention."""
+    chain_layers: tuple[str, ...] = ()
+    """Layers of that group, which lie in the first ones of a slot. A stage of a pipeline may have
+    none."""
 
     @property
     def all_layers(self) -> tuple[str, ...]:

@@ -169,7 +169,6 @@ class Comparison:
     Attributes:
         request_id: Whose block it is.
         slot, epoch: Where it is stored.
-        layers: It holds KV of so many, the first ones of a slot.
         block_id: HBM block, complete when the step ends.
         load: Name of the load that brought the stored one.
         fence_block: HBM block from which on the request is computed again where they differ; 0: it
@@ -179,7 +178,6 @@ class Comparison:
     request_id: str
     slot: int
     epoch: int
-    layers: int
     block_id: int
     load: str
     fence_block: int

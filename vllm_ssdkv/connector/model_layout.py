@@ -165,12 +165,17 @@ def kv_layout(
     """Layout of the KV and of the slots that hold it.
 
     Raises:
-        UnsupportedError: see :func:`attention_spec`; or a block is not a whole number of pages,
-            or its channels cannot be read in part.
+        UnsupportedError: see :func:`attention_spec`; or no layer has KV, a block is not a whole
+            number of pages, its channels cannot be read in part, or it is too large for a slot.
     """
-    spec, specs = attention_spec(kv_cache_config), _group_specs(kv_cache_config)
     layers = [tuple(group.layer_names) for group in kv_cache_config.kv_cache_groups]
-    names = max(layers, key=len)
+    names = max(layers, key=len, default=())
+    if not names:
+        raise UnsupportedError(
+            "a stage of the pipeline has no layer with KV: give it some by the environment "
+            "variable VLLM_PP_LAYER_PARTITION, or lower --pipeline-parallel-size"
+        )
+    spec, specs = attention_spec(kv_cache_config), _group_specs(kv_cache_config)
     if config.mode == "page":
         if spec.head_size_v != spec.head_size:
             raise refusal_of_layer(
@@ -185,20 +190,16 @@ def kv_layout(
             )
         if config.scores_channels and config.sparse.channel_pages == "ssd":
             _check_channel_pages(spec, config.page_tokens)
-        geometry = paged_geometry(
-            config,
-            len(names),
-            spec.num_kv_heads,
-            spec.head_size,
-            spec.block_size,
-            spec.dtype,
-        )
-    else:
-        geometry = SlotGeometry("opaque", len(names), 1, 1, spec.page_size_bytes)
-    if config.encryption is not None:
-        geometry = replace(geometry, encrypted=True)
+    try:
+        geometry = _geometry(config, spec, len(names))
+    except ValueError as error:
+        raise UnsupportedError(
+            f"a block of this model makes a {error}: lower --block-size, or raise "
+            "--tensor-parallel-size"
+        ) from error
     parallel = vllm_config.parallel_config
     chain = next((one for one in specs if isinstance(one, FullAttentionSpec)), spec)
+    of_chain = next(names for names, one in zip(layers, specs, strict=True) if one is chain)
     return KVLayout(
         names,
         _block_tokens(specs),
@@ -215,7 +216,17 @@ def kv_layout(
         kv_cache_config.has_mamba_layers or any(one.page_size_padded for one in specs),
         chain.block_size,
         chain.dtype,
+        of_chain,
     )
+
+
+def _geometry(config: SSDKVConfig, spec: AttentionSpec, layers: int) -> SlotGeometry:
+    if config.mode == "page":
+        heads, size = spec.num_kv_heads, spec.head_size
+        geometry = paged_geometry(config, layers, heads, size, spec.block_size, spec.dtype)
+    else:
+        geometry = SlotGeometry("opaque", layers, 1, 1, spec.page_size_bytes)
+    return geometry if config.encryption is None else replace(geometry, encrypted=True)
 
 
 def context_layers(vllm_config: VllmConfig, layout: KVLayout) -> tuple[int, ...]:

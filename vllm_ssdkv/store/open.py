@@ -310,7 +310,8 @@ class StorePlace:
             if manifest.run != self.run or not (told and all(told)):
                 raise StoreError(
                     f"store {manifest.store}: not every rank of this engine has told what weights "
-                    "it holds; does another engine start on these directories?"
+                    "it holds; does another engine start on these directories, or do workers run "
+                    "on another host? They need a store on nodes then"
                 )
             now = Fingerprint({**settings.fields, "weights": " ".join(told)})
             before = Fingerprint(manifest.bound_to or now.fields)

@@ -181,8 +181,7 @@ class HitVerifier:
             fence = ids[check.first] or ids[check.block - 1]
         block_id = groups.chain_block(state.block_ids, check.block)
         load = COMPARED if check.beside else state.request_id
-        layers = groups.chain_layers
-        return Comparison(state.request_id, check.slot, check.epoch, layers, block_id, load, fence)
+        return Comparison(state.request_id, check.slot, check.epoch, block_id, load, fence)
 
     def result(self, request_id: str, deviation: float, *, differs: bool) -> None:
         """A worker has compared them."""

@@ -169,7 +169,6 @@ class BlockGroups:
     Attributes:
         hbm: vLLM's block manager; None before it exists.
         chain: The group that keeps every block.
-        chain_layers: How many layers it has.
     """
 
     def __init__(
@@ -185,15 +184,12 @@ class BlockGroups:
         self._index, self._block, self._speculation = index, block_tokens, speculation
         self._hash_tokens = block_tokens // hashes_per_block
         self.hbm: KVCacheManager | None = None
-        self.chain_layers = 0
         self._set_managers(managers)
 
     def bind(self, hbm: KVCacheManager) -> None:
         """vLLM's block manager exists now."""
         self.hbm = hbm
         self._set_managers(hbm.coordinator.single_type_managers)
-        group = self._parts[self.chain].group
-        self.chain_layers = len(hbm.kv_cache_config.kv_cache_groups[group].layer_names)
 
     def _set_managers(self, managers: Sequence[SingleTypeKVCacheManager]) -> None:
         self._parts = [

@@ -108,8 +108,8 @@ class BlockComparer:
     ):
         """
         Args:
-            caches: Cache of each layer, [num_blocks, ...], a block's elements in the order of
-                memory.
+            caches: Cache of each layer of the chain, [num_blocks, ...], a block's elements in the
+                order of memory. A slot begins with these layers.
             geometry: Geometry of slots.
             dtype: Type of the numbers, one of :data:`TOLERANCE`.
             tokens: Number of tokens of a block.
@@ -124,9 +124,9 @@ class BlockComparer:
         self._dtype = dtype
         self.tolerance = TOLERANCE[dtype]
 
-    def deviation(self, block_id: int, frame: NDArray[np.uint8], layers: int) -> float:
-        """Distance of an HBM block from the stored one in ``frame``: of the first ``layers`` layers
-        the largest median of |computed - stored|, each in units of the layer's own size.
+    def deviation(self, block_id: int, frame: NDArray[np.uint8]) -> float:
+        """Distance of an HBM block from the stored one in ``frame``: of all layers the largest
+        median of |computed - stored|, each in units of the layer's own size.
 
         The median does not see single tokens that a mixture of experts sent another way, nor
         padding; of other weights nearly all elements are far. NaN in one of the two is far. In some
@@ -134,7 +134,7 @@ class BlockComparer:
         elements of one token moves: at :data:`TOKEN_TOLERANCE` it counts as much as a median at
         the tolerance. Blocks for some milliseconds.
         """
-        return max(self._of_layer(layer, block_id, frame) for layer in range(layers))
+        return max(self._of_layer(layer, block_id, frame) for layer in range(len(self._caches)))
 
     def _of_layer(self, layer: int, block_id: int, frame: NDArray[np.uint8]) -> float:
         geometry = self._geometry

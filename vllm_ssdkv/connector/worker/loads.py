@@ -38,7 +38,8 @@ class Loads:
         """
         Args:
             store: Where blocks come from.
-            comparer: Compares computed blocks with stored ones; None: the dtype allows none.
+            comparer: Compares computed blocks with stored ones; None: this rank has nothing to
+                compare.
             block_tokens: Number of tokens of a block.
             counters: Counters of what happens to a request, not to a rank; None: another rank
                 counts it.
@@ -92,12 +93,15 @@ class Loads:
         where they differ.
 
         Not where it is not ``bound``, computed with other weights than those of its key or from a
-        context that could not be read: that it differs says nothing of the store.
+        context that could not be read: that it differs says nothing of the store. A rank that has
+        nothing to compare leaves the answer to the others.
         """
         stored = self._stored.take(comparison.load, comparison.slot, comparison.epoch)
+        if self._comparer is None:
+            return False
         deviation, differs = math.nan, False
-        if bound and stored is not None and self._comparer is not None:
-            deviation = self._comparer.deviation(comparison.block_id, stored, comparison.layers)
+        if bound and stored is not None:
+            deviation = self._comparer.deviation(comparison.block_id, stored)
             differs = deviation > self._comparer.tolerance
         report.compared.append((comparison.request_id, deviation, differs))
         if differs:

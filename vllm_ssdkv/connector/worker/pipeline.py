@@ -19,22 +19,24 @@ def of_all_stages(make: Callable[[], KVLayout]) -> tuple[KVLayout, tuple[SlotGeo
     """This stage's layout, and the geometries of all stages. Blocks until each stage has called it.
 
     Raises:
-        UnsupportedError: the layout of a stage cannot be made; every stage raises it, so that none
-            waits for another one.
+        UnsupportedError: the layout of a stage cannot be made, for whatever reason; every stage
+            raises it, so that none waits for another one.
     """
     from vllm.distributed import get_pp_group
 
     group, told = get_pp_group(), ""
     layout: KVLayout | None = None
+    cause: Exception | None = None
     try:
         layout = make()
-    except SSDKVError as error:
-        told = str(error)
+    except Exception as error:  # noqa: BLE001 - the others wait for what this stage says
+        cause = error
+        told = str(error) if isinstance(error, SSDKVError) else repr(error)
     found: list[tuple[SlotGeometry | None, str]] = [(None, "")] * group.world_size
     mine = None if layout is None else layout.geometry
     torch.distributed.all_gather_object(found, (mine, told), group=group.cpu_group)
     problem = next((text for _, text in found if text), "")
     if layout is None or problem:
-        raise UnsupportedError(problem)
+        raise UnsupportedError(problem) from cause
     geometries = with_equal_units([one for one, _ in found if one is not None])
     return replace(layout, geometry=geometries[group.rank_in_group]), geometries

@@ -198,20 +198,21 @@ class SSDKVWorker:
         )
 
     def _block_comparer(self, caches: Sequence[torch.Tensor]) -> BlockComparer | None:
-        """Make the comparer of blocks of these caches; None: their dtype allows no comparison."""
+        """Make the comparer of blocks of the chain in these caches; None: their dtype allows no
+        comparison, or this stage has none of its layers."""
         layout = self.layout
         kind = element_type(layout)
-        if kind is None:
+        if kind is None or not layout.chain_layers:
             return None
         return BlockComparer(
-            [as_it_lies(cache) for cache in caches],
+            [as_it_lies(cache) for cache in caches[: len(layout.chain_layers)]],
             layout.geometry,
             kind,
             layout.chain_tokens or layout.block_tokens,
             # Where blocks have padding, a token's elements are fewer than they seem.
             frozenset()
             if layout.padded
-            else layers_of_tokens(layout.layer_names, routed=self._binding.routed),
+            else layers_of_tokens(layout.chain_layers, routed=self._binding.routed),
             block_layout(layout, self.config.page_tokens) if self.config.orders_tokens else None,
         )
 
