@@ -45,6 +45,12 @@ def test_words_that_go_on_are_another_message() -> None:
     assert entry_in("THE STORE IS SUSPENDEDLY so") is None
 
 
+def test_a_message_may_begin_like_an_option() -> None:
+    line = "--block-size 24 is not a multiple of page_tokens (16)"
+    result = CliRunner().invoke(app, ["explain", line])
+    assert (result.exit_code, "Cure:" in result.stdout) == (0, True)
+
+
 def test_an_unknown_message_ends_with_1_and_the_nearest() -> None:
     result = CliRunner().invoke(app, ["explain", "the store was suspended"])
     assert (result.exit_code, result.stdout) == (1, "")

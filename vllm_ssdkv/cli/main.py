@@ -81,7 +81,7 @@ app.add_typer(batch.app, name="batch")
 app.add_typer(node.app, name="node")
 app.add_typer(pool.app, name="pool")
 app.add_typer(config.app, name="config")
-app.command()(explain)
+app.command(context_settings={"ignore_unknown_options": True})(explain)
 
 lab_app = typer.Typer(no_args_is_help=True, help="Measure, simulate, and write generated pages.")
 bench.app.command()(accuracy)
