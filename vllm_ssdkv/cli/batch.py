@@ -24,7 +24,7 @@ from rich.text import Text
 
 from vllm_ssdkv.base.errors import BatchError, SSDKVError
 from vllm_ssdkv.cli import arguments
-from vllm_ssdkv.cli.server import URL, AnswerError, Key, Url, call
+from vllm_ssdkv.cli.server import URL, Key, UnreachableError, Url, call
 
 app = typer.Typer(no_args_is_help=True, help="Run and manage batches of requests.")
 
@@ -122,9 +122,7 @@ def _call(url: str, key: str, path: str, method: str = "GET") -> dict[str, Any]:
     """The JSON object that the server answers. Raises BatchError, which says how to start one."""
     try:
         return call(url, key, path, method)
-    except AnswerError:
-        raise
-    except BatchError as error:
+    except UnreachableError as error:
         raise BatchError(
             f"{error}: start vllm serve with VLLM_PLUGINS=ssdkv,ssdkv_batch, or name another "
             "server with --url"

@@ -25,6 +25,10 @@ class AnswerError(BatchError):
     """The server answered with an error; the text has its status and message."""
 
 
+class UnreachableError(BatchError):
+    """No server answers at the URL; the text has the reason."""
+
+
 def call(
     url: str,
     key: str,
@@ -37,7 +41,8 @@ def call(
 
     Raises:
         AnswerError: it answers with an error, or with something else.
-        BatchError: it cannot be reached.
+        UnreachableError: it cannot be reached.
+        BatchError: the URL is none of a server.
     """
     if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
         raise BatchError(f"{url}: not an http or https URL")
@@ -51,7 +56,8 @@ def call(
     except urllib.error.HTTPError as error:
         raise AnswerError(f"{url}: {error.code}: {_message(error.read())}") from None
     except OSError as error:
-        raise BatchError(f"{url} cannot be reached ({getattr(error, 'reason', error)})") from None
+        why = getattr(error, "reason", error)
+        raise UnreachableError(f"{url} cannot be reached ({why})") from None
     except ValueError as error:
         raise AnswerError(f"{url}: {error}") from None
     if not isinstance(value, dict):

@@ -25,7 +25,7 @@ from vllm_ssdkv.base.errors import BatchError
 from vllm_ssdkv.batch.lines import LineError, read_lines
 from vllm_ssdkv.batch.request import EMBEDDINGS, parse_request
 from vllm_ssdkv.cli import arguments
-from vllm_ssdkv.cli.server import URL, AnswerError, Key, Url, call
+from vllm_ssdkv.cli.server import URL, AnswerError, Key, UnreachableError, Url, call
 
 FAILED: Final = 1
 _PROMPT_S: Final = 3600.0
@@ -173,9 +173,11 @@ def _ask(prompt: _Prompt, url: str, key: str) -> _Answer:
         return _Answer(prompt.line, int(usage["prompt_tokens"]), found)
     except AnswerError as error:
         return _Answer(prompt.line, problem=str(error))
-    except BatchError as error:
+    except UnreachableError as error:
         way_out = "start the server, or name another with --url, and run this command again"
         return _Answer(prompt.line, problem=f"{error}: {way_out}", lost=True)
+    except BatchError as error:
+        return _Answer(prompt.line, problem=str(error), lost=True)
     except (KeyError, TypeError, ValueError, AttributeError):
         return _Answer(prompt.line, problem=f"{url}: the answer does not tell its tokens")
 
