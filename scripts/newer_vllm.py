@@ -3,10 +3,12 @@
 
 The newer release has no build for CPUs yet. So its Python comes from the package index, its
 compiled parts are links to those of the installed CPU build, and every other package is the one of
-the environment that runs this. It lies in build/, and is made once for each lock.
+the environment that runs this. It lies in build/, and is made once for each lock. Where the index
+does not give the packages, it ends with status 75, which tells a caller to try later.
 """
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "requirements" / "newer.lock", ROOT / "requirements" / "cpu.lock"
 SITE = Path(sysconfig.get_path("purelib"))
+DOWNLOAD_S = 600
 LEFT_OUT = {".so", ".h", ".hpp", ".cuh", ".cu", ".inl", ""}
 """Suffixes of what is compiled for GPUs, or compiles for them: 800 of 900 MB."""
 
@@ -27,16 +30,23 @@ def fetch(requirement: str, folder: Path) -> Path:
     """Download one wheel with pip.
 
     Raises:
-        SystemExit: the package index does not give it.
+        SystemExit: the package index does not give it, or takes too long for it.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), requirement]
-    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-    if ended.returncode:
-        raise SystemExit(
-            f"newer_vllm: {requirement} cannot be had from the package index, which has to be "
-            f"reachable once: {ended.stderr.strip()[-2000:]}"
+    try:
+        ended = subprocess.run(
+            command, stderr=subprocess.PIPE, text=True, check=False, timeout=DOWNLOAD_S
         )
+        why = ended.stderr.strip()[-2000:] if ended.returncode else ""
+    except subprocess.TimeoutExpired:
+        why = f"not in {DOWNLOAD_S} s"
+    if why:
+        sys.stderr.write(
+            f"newer_vllm: {requirement} cannot be had from the package index, which has to be "
+            f"reachable once: {why}\n"
+        )
+        raise SystemExit(os.EX_TEMPFAIL)
     (wheel,) = folder.glob(f"{requirement.partition('==')[0]}-*.whl")
     return wheel
 

@@ -33,10 +33,12 @@ CHOSEN = (
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(2800)
 def test_what_rests_on_vllm_runs_with_the_newer_one() -> None:
     command = [sys.executable, "-P", str(ROOT / "scripts/newer_vllm.py")]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    made = subprocess.run(command, capture_output=True, text=True, timeout=1300, check=False)
+    if made.returncode == os.EX_TEMPFAIL:
+        pytest.skip(made.stderr.strip())
     assert made.returncode == 0, made.stderr
     # Cases of the scheduler without scheduling ahead take as long again.
     chosen = ["-p", "no:xdist", "-k", "async or not test_scheduler", *CHOSEN]
