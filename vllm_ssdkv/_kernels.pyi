@@ -625,7 +625,7 @@ class StepPlan:
 
     Made once per step, then run once per layer, in any order, by one thread at a time. ``streamed``
     and ``chooses`` have an entry for each layer: the contexts that are attended to whole, and whether
-    the rows that choose do so.
+    the rows that choose do so. With ``keeps`` what they choose can be asked for later.
     """
 
     def __init__(
@@ -639,6 +639,7 @@ class StepPlan:
         choosing: ChoosingRows | None,
         chooses: Sequence[bool],
         threads: int,
+        keeps: bool,
     ) -> None: ...
     def run_layer(
         self,

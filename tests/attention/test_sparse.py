@@ -307,6 +307,10 @@ def test_native_code_counts_frames_that_rows_share_once(
     for cache in (rows.caches[0].double(), rows.caches[0][:, :8], rows.caches[0].t()):
         with pytest.raises(ValueError, match="a cache"):
             plan.attend(0, queries_of(0), cache, torch.empty_like(made[0][0]), SCALE)
+    with pytest.raises(ValueError, match="overlap"):
+        plan.attend(0, queries_of(0), rows.caches[0][:1].expand(99, -1), made[0][0], SCALE)
+    with pytest.raises(ValueError, match="query must"):
+        plan.attend(0, queries_of(0).flatten(), rows.caches[0], made[0][0], SCALE)
     plan.end()
     assert decode.counts.selected == sum(one.counts.selected for _, one in made)
     assert chosen.fetched.frame == wanted < decode.counts.selected

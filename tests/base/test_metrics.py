@@ -139,6 +139,8 @@ def test_a_histogram_takes_what_fits_only() -> None:
         ("io_latency_seconds", right[:-1], 0.0, PLACES),
         ("io_latency_seconds", [-1.0, *right[1:]], 0.0, PLACES),
         ("io_latency_seconds", right, -1.0, PLACES),
+        ("io_latency_seconds", [0.0, float("nan"), *right[2:]], 0.0, PLACES),
+        ("io_latency_seconds", right, float("nan"), PLACES),
         ("io_latency_seconds", right, 0.0, {"device": "/a"}),
         ("slots_stored", [0.0], 0.0, {}),
     ):

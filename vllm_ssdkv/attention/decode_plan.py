@@ -90,6 +90,7 @@ class DecodePlan:
             choosing,
             [layer in layers for layer in range(geometry.layers)],
             kernels.threads,
+            decode is not None and decode.remembers,
         )
         return cls(plan, clock, decode, batch)
 

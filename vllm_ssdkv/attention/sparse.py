@@ -351,6 +351,11 @@ class SparseDecode:
             contexts.slots,
         )
 
+    @property
+    def remembers(self) -> bool:
+        """Check whether anybody asks later what native code has chosen."""
+        return self._guesses is not None
+
     def remember(self, layer: int, lists: _kernels.ChosenLists) -> None:
         """The rows of this step have chosen pages of a layer, and none had to be read."""
         now, guesses, chosen = self._choosing, self._guesses, lists.of(layer)

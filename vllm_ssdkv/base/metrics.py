@@ -677,7 +677,7 @@ class Counters:
         """
         key = metric_key(name, labels)
         parts = bucket_keys(key) if BY_NAME[name].kind == "histogram" else ()
-        if len(counts) + 1 != len(parts) or not min((*counts, total)) >= 0:
+        if len(counts) + 1 != len(parts) or not all(value >= 0 for value in (*counts, total)):
             raise ValueError(f"cannot add {counts} and {total} to the {BY_NAME[name].kind} {name}")
         self.add_keyed(parts, (*counts, total))
 

@@ -104,7 +104,9 @@ CacheBlocks blocks_of(nb::handle tensor, const BlockShape& shape) {
     throw std::invalid_argument("a cache of " + t.text() + " cannot hold blocks of " +
                                 std::to_string(bytes) + " bytes of the layout's dtype on the CPU");
   }
-  return {t.address(), t.shape[0], t.strides[0] * t.item_bytes};
+  const std::int64_t stride = t.strides[0] * t.item_bytes;
+  require(t.shape[0] <= 1 || stride >= bytes, "the blocks of a cache overlap");
+  return {t.address(), t.shape[0], stride};
 }
 
 }  // namespace ssdkv::attention

@@ -308,7 +308,7 @@ class BoundPlan {
             std::int64_t tokens, std::shared_ptr<const BoundBlocks> window,
             std::vector<std::shared_ptr<const BoundBlocks>> streamed,
             std::shared_ptr<const BoundChoosingRows> choosing, std::vector<bool> chooses,
-            std::int64_t threads)
+            std::int64_t threads, bool keeps)
       : window_(std::move(window)),
         streamed_(std::move(streamed)),
         hbm_(hbm),
@@ -316,7 +316,8 @@ class BoundPlan {
               tokens, threads, window_.get(),
               {},     nullptr, {chooses.begin(), chooses.end()},
               {},     {}},
-        chosen_(std::make_shared<ChosenLists>(streamed_.size())) {
+        chosen_(std::make_shared<ChosenLists>(streamed_.size())),
+        keeps_(keeps) {
     attention::check_threads(threads);
     require(header_bytes >= 0 && tokens >= 0, "header_bytes or tokens out of range");
     require(hbm.payload() == slot.payload() && hbm.groups() == slot.groups() &&
@@ -357,7 +358,9 @@ class BoundPlan {
                  const BoundGuess* guess) {
     stopped_ = false;
     require(layer >= 0 && layer < extent(streamed_.size()), "there is no such layer");
-    const std::int64_t heads = nb::cast<std::int64_t>(query.attr("shape")[1]);
+    const nb::object shape = query.attr("shape");
+    require(nb::len(shape) == 3, "query must be [T, Hq, D]");
+    const std::int64_t heads = nb::cast<std::int64_t>(shape[1]);
     hbm_.check_heads(heads);
     const attention::CacheBlocks blocks = attention::blocks_of(cache, hbm_);
     const attention::LogitShape logits = attention::to_shape(soft_cap, slopes, heads);
@@ -390,7 +393,7 @@ class BoundPlan {
     }
     operands_.sinks = nullptr;  // these two last as long as this call
     operands_.guess = nullptr;
-    if (!stopped_) chosen_->keep(layer, plan_.work.chosen, choosing_lists());
+    if (!stopped_ && keeps_) chosen_->keep(layer, plan_.work.chosen, choosing_lists());
     return !stopped_;
   }
 
@@ -470,6 +473,7 @@ class BoundPlan {
   BlockShape hbm_;
   StepPlan plan_;
   std::shared_ptr<ChosenLists> chosen_;
+  bool keeps_;
   LayerOperands operands_{};
   std::optional<Vector<float>> slopes_;  // which the operands point into
   bool stopped_ = false;
@@ -557,14 +561,14 @@ the slots of the store, ``stored [B]``; None: there are none.)")
 
 Made once per step, then run once per layer, in any order, by one thread at a time. ``streamed``
 and ``chooses`` have an entry for each layer: the contexts that are attended to whole, and whether
-the rows that choose do so.)")
-      .def(nb::init<const BlockShape&, const BlockShape&, std::int64_t, std::int64_t,
-                    std::shared_ptr<const BoundBlocks>,
-                    std::vector<std::shared_ptr<const BoundBlocks>>,
-                    std::shared_ptr<const BoundChoosingRows>, std::vector<bool>, std::int64_t>(),
+the rows that choose do so. With ``keeps`` what they choose can be asked for later.)")
+      .def(nb::init<
+               const BlockShape&, const BlockShape&, std::int64_t, std::int64_t,
+               std::shared_ptr<const BoundBlocks>, std::vector<std::shared_ptr<const BoundBlocks>>,
+               std::shared_ptr<const BoundChoosingRows>, std::vector<bool>, std::int64_t, bool>(),
            nb::arg("hbm"), nb::arg("slot"), nb::arg("header_bytes"), nb::arg("tokens"),
            nb::arg("window"), nb::arg("streamed"), nb::arg("choosing").none(), nb::arg("chooses"),
-           nb::arg("threads"))
+           nb::arg("threads"), nb::arg("keeps"))
       .def("run_layer", &BoundPlan::run_layer, nb::arg("layer"), nb::arg("query"), nb::arg("cache"),
            nb::arg("out"), nb::arg("scale"), nb::arg("clock"), nb::arg("sliding_window").none(),
            nb::arg("sinks").noconvert().none(), nb::arg("soft_cap"),
