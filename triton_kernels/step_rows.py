@@ -68,6 +68,7 @@ def _match_kernel(
     first = tl.load(field + rows)
     tokens = tl.load(seq_len_ptr + entry)
     window = tl.where(there, (tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS - first, 0)
+    window = tl.minimum(window, window_blocks)
     tl.store(row_ptr + entry, row.to(tl.int32))
     tl.store(position_ptr + entry, (tokens - 1).to(tl.int64))
     tl.store(window_end_ptr + entry, (entry * window_blocks + window).to(tl.int32))

@@ -17,6 +17,10 @@ NAME: Final = "vllm_ssdkv_harness"
 mask."""
 
 
+_UNKNOWN: Final = ("softcap", "s_aux", "sliding_window")
+"""Arguments for soft caps, sinks and sliding windows, which the harness's attention lacks."""
+
+
 class Attention(Protocol):
     """Attention of one layer, with what it keeps of K and V."""
 
@@ -42,8 +46,11 @@ def _attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float,
-    **_: Any,  # noqa: ANN401 - what transformers passes on beside
+    **beside: Any,  # noqa: ANN401 - what transformers passes on
 ) -> tuple[torch.Tensor, None]:
+    unknown = [name for name in _UNKNOWN if beside.get(name) is not None]
+    if unknown:
+        raise ValueError(f"the harness does not attend with {', '.join(unknown)}")
     return _current[-1](module, query, key, value, scaling), None
 
 

@@ -409,7 +409,14 @@ class PagedDecoder:
         for row, (request, _) in enumerate(self._now):
             table[row, : len(request.hbm)] = torch.tensor(request.hbm, dtype=torch.int32)
         device.batch.block_table.copy_(table)
-        return self.passes(ids, where, attention, self._attend_by_tables)
+        logits = self.passes(ids, where, attention, self._attend_by_tables)
+        step = self._paged.step
+        if self.passes.captures and step is not None:
+            device.count(step)
+        else:  # nothing can be captured: layers have attended one by one
+            device.leases.close()
+            self._paged.device = None
+        return logits
 
     def _attend_by_tables(
         self,

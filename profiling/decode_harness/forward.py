@@ -237,7 +237,8 @@ class Forward:
     ) -> CapturedForward | None:
         kind = requests, whole is not None
         if kind not in self._captured:
-            self._captured.clear()
+            # One for each way to attend: a phase that is measured finds its own.
+            self._captured = {k: v for k, v in self._captured.items() if k[0] == requests}
             try:
                 self._captured[kind] = CapturedForward(self._model, requests, graphs, whole)
             except RuntimeError as error:  # of CUDA, which tells of all that is not permitted so

@@ -117,6 +117,9 @@ def measure_paged(
     after = counters.totals()
     tokens = found["steps"] * requests
     found["bytes_per_token"] = _bytes(decoder, names, before, after, tokens, needs)
+    # The first step with clocks is not measured: the model may be captured anew for it.
+    decoder.timer = AttentionTimer(decoder.device)
+    clocked.seconds()
     timer = decoder.timer = AttentionTimer(decoder.device)
     parts = PartClock(decoder.device)
     decoder.time_parts(parts)
@@ -126,6 +129,7 @@ def measure_paged(
     decoder.time_parts(None)
     layers = len(decoder.layout.layer_names)
     found["layer_ms"] = _layer_ms(timer.seconds, sum(steps), parts.by_part, len(steps), layers)
+    clocked.seconds()  # not measured: the first one without clocks
     whose = PythonTime(lambda: _borders(decoder.device))
     whose.start()
     try:

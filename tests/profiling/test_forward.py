@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import Gemma2Config
 
 from vllm_ssdkv.profiling.decode_harness import forward
 from vllm_ssdkv.profiling.decode_harness.attention import sdpa
@@ -113,3 +114,21 @@ def test_where_nothing_can_be_captured_the_pass_is_plain(monkeypatch: pytest.Mon
         got = made(ids, positions, OverContext(1))
         assert torch.equal(got, plain(model, ids, positions, OverContext(1)))
     assert made.launches == "one by one: operation not permitted when stream is capturing"
+
+
+def test_what_attention_would_leave_out_is_refused() -> None:
+    """Gemma 2's soft cap would be lost, and all figures would be of another model."""
+    shape = Gemma2Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        attn_logit_softcapping=20.0,
+    )
+    model: Any = make_model(shape, torch.device("cpu"), torch.float32)
+    ids = torch.zeros((1, 1), dtype=torch.int64)
+    with pytest.raises(ValueError, match="softcap, sliding_window"):
+        plain(model, ids, ids, OverContext(1))

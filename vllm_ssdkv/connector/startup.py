@@ -210,7 +210,9 @@ def _open_page_mode(
         modules = vllm_config.compilation_config.static_forward_context
         shape = x_shape(config, vllm_config)
         inputs = [] if shape is None else [modules[name] for name in layout.layer_names]
-        layers = ContextLayers(context_layers(vllm_config, layout), inputs, shape)
+        rules = [modules[name].impl.softmax for name in layout.layer_names]
+        plain = all(rule.is_plain and rule.sinks is None for rule in rules)
+        layers = ContextLayers(context_layers(vllm_config, layout), inputs, shape, plain)
         stack.pop_all()
     return access, functools.partial(PageMode.open, config, layout, access, layers)
 

@@ -101,3 +101,15 @@ def test_a_step_waits_for_the_one_before_the_last(marks: list[Mark], leases: Lea
     assert [mark.passed for mark in marks] == [True, True, False, False]
     leases.close()
     assert ended == [0, 1, 2, 3]
+
+
+def test_what_a_failed_device_was_lent_is_given_back_at_once() -> None:
+    class Failed(Mark):
+        def record(self) -> None:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    ended: list[int] = []
+    leases = Leases(Failed)
+    with pytest.raises(RuntimeError, match="illegal"):
+        leases.end_step(lambda: ended.append(0))
+    assert (ended, len(leases)) == ([0], 0)

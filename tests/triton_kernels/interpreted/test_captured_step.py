@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,20 @@ import torch
 
 from tests.triton_kernels.recorded import Recorded
 from vllm_ssdkv.config.selectors import SelectorName
+from vllm_ssdkv.connector.worker.device_decode import piecewise_reason
 from vllm_ssdkv.profiling.decode_harness import decoder, forward
 from vllm_ssdkv.profiling.decode_harness.decoder import PagedDecoder, Room
 from vllm_ssdkv.profiling.decode_harness.models import make_model, small_config
+from vllm_ssdkv.profiling.decode_harness.part_clock import AttentionTimer
 from vllm_ssdkv.profiling.decode_harness.tokens import config_of
 
 CPU = torch.device("cpu")
 ROOM = Room(requests=2, longest=160, chunk=64)
 PROMPTS = 95, 40
 STEPS = 5
+PIECES = 3
+"""Graphs of a step that is timed: one more than layers."""
+CHOICES = "sparse_selections", "sparse_pages_selected", "sparse_pages_in_context"
 
 
 class Passed:
@@ -39,28 +45,32 @@ def decoded(
     selector: SelectorName,
     store: Path,
     launches: str,
-) -> torch.Tensor:
-    """Logits of steps behind two prompts, with tokens that do not depend on them."""
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Logits of steps behind two prompts, with tokens that do not depend on them, and what rows
+    chose in them. The last step is timed, and thus never one graph."""
     draw = torch.Generator().manual_seed(1)
     found = []
-    with PagedDecoder(model, config_of(selector, budget=0.4), ROOM, store, durable=False) as one:
+    with PagedDecoder(model, config_of(selector, budget=0.85), ROOM, store, durable=False) as one:
         for name, count in zip("ab", PROMPTS, strict=True):
             one.prefill(name, torch.randint(0, 256, (count,), generator=draw).tolist())
         for _ in range(STEPS):
             ids = torch.randint(0, 256, (2,), generator=draw)
             found.append(one.step(["a", "b"], ids).clone())
             assert one.passes.launches == launches
-    return torch.stack(found)
+        one.timer = AttentionTimer(CPU)
+        found.append(one.step(["a", "b"], ids).clone())
+        counters = one.worker.counters
+    return torch.stack(found), {name: counters.total(name) for name in CHOICES}
 
 
-@pytest.mark.parametrize("selector", ["exact", "bounds"])
+@pytest.mark.parametrize("selector", ["exact", "bounds", "window"])
 def test_one_graph_decodes_all_steps(
     selector: SelectorName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks leave HBM between the steps, and rows are in other places of the batch's tables."""
     shape = small_config("llama", layers=2, head_size=16)
     model: Any = make_model(shape, CPU, torch.float32)
-    want = decoded(model, selector, tmp_path / "native", "one by one")
+    want, chosen = decoded(model, selector, tmp_path / "native", "one by one")
     graphs: list[Recorded] = []
 
     def new() -> Recorded:
@@ -69,9 +79,48 @@ def test_one_graph_decodes_all_steps(
 
     monkeypatch.setattr(forward, "graphs_of", lambda _: new)
     monkeypatch.setattr(decoder, "events_of", lambda _: Passed)
-    got = decoded(model, selector, tmp_path / "captured", "one CUDA graph a step")
-    assert len(graphs) == 1
-    layer = ["_store", "_attend", *["_pages"] * (selector == "bounds"), "_resolve", "_attend"]
+    got, counted = decoded(model, selector, tmp_path / "captured", "one CUDA graph a step")
+    assert len(graphs) == 1 + PIECES
+    layer = ["_store", "_attend", *["_pages"] * (selector != "exact"), "_resolve", "_attend"]
     names = [f"{name}_kernel" for name in ["_match", *[*layer, "_merge"] * 2]]
     assert graphs[0].launches == names
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    assert counted == chosen
+    assert all(chosen.values()) == (selector != "exact")
+
+
+def test_where_a_capture_fails_the_host_chooses_and_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refused(Recorded):
+        def capture_begin(self) -> None:
+            raise RuntimeError("operation not permitted")
+
+    model: Any = make_model(small_config("llama", layers=2, head_size=16), CPU, torch.float32)
+    want, chosen = decoded(model, "bounds", tmp_path / "native", "one by one")
+    monkeypatch.setattr(forward, "graphs_of", lambda _: Refused)
+    monkeypatch.setattr(decoder, "events_of", lambda _: Passed)
+    launches = "one by one: operation not permitted"
+    got, counted = decoded(model, "bounds", tmp_path / "refused", launches)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    assert counted == chosen
+
+
+def test_steps_are_served_whose_rows_tables_describe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels know no sinks, and no window that is longer than they have room for."""
+    model: Any = make_model(small_config("llama", layers=2, head_size=16), CPU, torch.float32)
+    monkeypatch.setattr(forward, "graphs_of", lambda _: Recorded)
+    monkeypatch.setattr(decoder, "events_of", lambda _: Passed)
+    with PagedDecoder(model, config_of("exact"), ROOM, tmp_path, durable=False) as one:
+        paged = one.worker.page_mode
+        assert piecewise_reason(paged) == ""
+        paged.layers = replace(paged.layers, plain=False)
+        assert "sinks" in piecewise_reason(paged)
+        assert paged.device is not None
+        one.window = ROOM.longest  # and more than the options say
+        for name, tokens in (("short", PROMPTS[1]), ("long", ROOM.longest - 1)):
+            one.prefill(name, [1] * tokens)
+            one.step([name], torch.tensor([1]))
+            assert paged.device.serves == (name == "short")

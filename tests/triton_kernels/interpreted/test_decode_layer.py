@@ -232,3 +232,12 @@ def test_a_row_that_needs_a_block_without_a_frame_is_lost_and_no_other() -> None
     steps.compare()
     lost = steps.layer.rows.row[1]
     assert steps.layer.lost.nonzero().flatten().tolist() == [lost]
+
+
+def test_a_window_without_room_is_cut_off_where_its_entry_ends() -> None:
+    """No step with such a row is served; whoever runs one all the same must not write outside."""
+    steps = Steps(None)
+    steps.prepare({0: Row(4, BLOCK * WINDOW_BLOCKS + 1)}, seed=1)
+    steps.run()
+    assert steps.layer.rows.window.block_end[0] == WINDOW_BLOCKS
+    assert not steps.layer.rows.block_position[WINDOW_BLOCKS:].any()

@@ -8,13 +8,13 @@ are attended to layer by layer, as before.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm_ssdkv.connector.worker.device_tables import DeviceTables, Event, Leases
-from vllm_ssdkv.kernels.operands.step_tables import StepTables
+from vllm_ssdkv.kernels.operands.step_tables import StepTables, TableRow
 from vllm_ssdkv.sparse.protocol import Selector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
 from vllm_ssdkv.sparse.selectors.spread import SpreadSelector
@@ -32,6 +32,8 @@ def piecewise_reason(paged: PageMode) -> str:
     choices = paged.choices
     if paged.offloader is not None or paged.x_cache is not None:
         return "contexts are attended to, or projected, between layers"
+    if not paged.layers.plain:
+        return "some layers have attention sinks, or logits that are no plain products"
     if list(paged.layers.numbers) != list(range(paged.layout.geometry.layers)):
         return "some layers attend to a window alone"
     if choices is None:
@@ -45,9 +47,10 @@ def piecewise_reason(paged: PageMode) -> str:
     return ""
 
 
-def _scorer(selector: Selector) -> BoundsSelector | SpreadSelector | None:
-    """Selector by whose scores kernels choose; None: they do not choose as this one."""
-    if type(selector) is BoundsSelector:
+def _scorer(selector: Selector) -> BoundsSelector | SpreadSelector | WindowSelector | None:
+    """Selector by whose scores, if it has any, kernels choose; None: they do not choose as this
+    one."""
+    if isinstance(selector, WindowSelector) or type(selector) is BoundsSelector:
         return selector
     if type(selector) is SpreadSelector and not selector.estimate_rest:
         return selector
@@ -68,6 +71,7 @@ class DeviceDecode:
         if device.serves:
             device.find_rows()
             device.attend(layer, query, key, value, cache, out, scale)  # each layer
+            device.count(step)
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class DeviceDecode:
             new_event: Makes a mark in its work.
         """
         self.leases, self.serves = Leases(new_event), False
+        self._listed: Mapping[int, TableRow] = {}
         layout, geometry = paged.layout, paged.layout.geometry
         self._geometry, self._block_stride = geometry, block_stride
         choices = paged.choices
@@ -100,6 +105,7 @@ class DeviceDecode:
         rows_of: Any = importlib.import_module("vllm_ssdkv.triton_kernels.step_rows")
         self._change = rows_of.change
         window = -(-paged.config.window_tokens // layout.block_tokens) + 2
+        self._window_blocks, self._block_tokens = window, layout.block_tokens
         self.tables = DeviceTables(StepTables(rows, blocks, layout.num_blocks), device)
         choosing = None
         if own is not None:
@@ -121,20 +127,25 @@ class DeviceDecode:
         )
 
     def begin(self, step: PagedStep) -> None:
-        """Send what a step changes in the tables; see :attr:`serves`."""
-        self.leases.settle()
+        """Send what a step changes in the tables; see :attr:`serves`. Of two steps, the leases of
+        the one before the last must have ended."""
         rows = step.table_rows(self._takes)
         shape = self.tables.shape
         self.serves = (
             rows is not None
             and len(rows) <= shape.rows
             and all(len(row.frames) <= shape.blocks for row in rows.values())
+            and step.longest_window(self._block_tokens) <= self._window_blocks
         )
         if rows is not None and self.serves:
-            step.count_listed(rows)
+            self._listed = rows
             changes = self.tables.update(rows)
             if len(changes):
                 self._change(self.tables.memory, changes)
+
+    def count(self, step: PagedStep) -> None:
+        """Count what the rows of a step have chosen, which all of its layers have attended to."""
+        step.count_listed(self._listed)
 
     def _takes(self, selector: Selector) -> bool:
         """Check whether rows may choose so: as the engine does, or by no score."""

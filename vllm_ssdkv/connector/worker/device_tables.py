@@ -48,9 +48,14 @@ class Leases:
         return len(self._held)
 
     def end_step(self, give_back: Callable[[], None]) -> None:
-        """Have this called once the device has done what it has been given so far."""
-        event = self._new()
-        event.record()
+        """Have this called once the device has done what it has been given so far; at once where
+        nothing can be told of that, since the device has failed."""
+        try:
+            event = self._new()
+            event.record()
+        except BaseException:
+            give_back()
+            raise
         self._held.append((event, give_back))
 
     def settle(self) -> None:

@@ -59,11 +59,14 @@ class ContextLayers:
         numbers: Their numbers, ascending.
         inputs: vLLM's attention layers, in the order of slots, where contexts may be stored as X.
         x_shape: Shape of these layers; None: no context is stored as X.
+        plain: Whether their logits, and those of the model's other layers, are products of queries
+            and keys alone, and none has attention sinks.
     """
 
     numbers: Sequence[int] = ()
     inputs: Sequence[torch.nn.Module] = ()
     x_shape: XShape | None = None
+    plain: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -179,7 +182,10 @@ class PageMode:
     # ---- one step ----
 
     def update_contexts(self, plan: StepPlan) -> None:
-        """Bring the contexts of requests up to date."""
+        """Bring the contexts of requests up to date. Before this, what steps that the device has
+        done have borrowed is given back: else there may be no room for what follows."""
+        if self.device is not None:
+            self.device.leases.settle()
         for request_id in plan.forget:
             self.store.drop_context(request_id)
             self._begin_again(request_id)

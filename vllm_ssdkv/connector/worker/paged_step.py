@@ -396,6 +396,12 @@ class PagedStep:
             found[row.write_block] = choosing.get(i, exact)
         return found
 
+    def longest_window(self, block_tokens: int) -> int:
+        """Blocks of so many tokens that a row has in HBM, with those of its new tokens, at most."""
+        ends = [row.first_position + row.tokens for row in self._rows]
+        starts = [row.hbm_start for row in self._rows]
+        return max(-(-end // block_tokens) - i for end, i in zip(ends, starts, strict=True))
+
     def count_listed(self, rows: Mapping[int, TableRow]) -> None:
         """Count what a device chooses for the rows of :meth:`table_rows`."""
         if self._decode is not None:
