@@ -273,6 +273,7 @@ class Simulation:
                 x_share=x_share,
                 hashes_per_block=BLOCK // hash_tokens,
                 kv_events=startup.publishes_events(config, own=True),
+                steps_ahead=depth,
             ),
             SchedulerStore(
                 self.index,

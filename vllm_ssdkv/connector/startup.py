@@ -382,6 +382,7 @@ def open_scheduler(
             x_shape=shape,
             hashes_per_block=found.layout.block_tokens // hash_tokens,
             kv_events=publishes_events(vllm_config, own=store.own is not None),
+            steps_ahead=vllm_config.max_concurrent_batches,
         )
         choice = LoadOrRecompute(
             # In page mode computing writes every block of the hit once more.

@@ -24,9 +24,12 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.request import Request
 
+from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.connector.messages import RankReport
 from vllm_ssdkv.connector.scheduler.block_keys import BlockKeys
 from vllm_ssdkv.connector.scheduler.identities import HbmIdentities, RankIdentities
+from vllm_ssdkv.connector.scheduler.request_identities import RequestIdentities
+from vllm_ssdkv.connector.scheduler.scheduler_parts import EngineFacts
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 
 HASHES = [bytes([n]) * 32 for n in range(5)]
@@ -271,6 +274,14 @@ class TestRanks:
         ranks.told([(0, RankReport(adapters={7: (b"", 2)}))])
         assert ranks.adapter(7) is None
         assert ranks.adapter_digest(7) == b""
+
+    def test_requests_wait_the_longer_the_further_vllm_plans(self) -> None:
+        def waited(ahead: int) -> int:
+            engine = EngineFacts(16, 256, 2, steps_ahead=ahead)
+            found = RequestIdentities(self.of(), engine, b"", Counters())
+            return sum(found.awaits(request(1), step) is not None for step in range(20))
+
+        assert [waited(ahead) - waited(1) for ahead in (2, 5)] == [1, 4]
 
 
 def hbm_with(*named: tuple[bytes, int]) -> HbmIdentities:

@@ -19,6 +19,7 @@ from vllm.distributed.kv_events import (
     EventPublisher,
     EventPublisherFactory,
 )
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import ExternalBlockHash, maybe_convert_block_hash
 
 from tests.connector.events import begin, prompt, stored
@@ -289,6 +290,46 @@ def test_dram_is_told_of_as_the_scheduler_believes_it(config: VllmConfig) -> Non
     in_dram = {block for block, slot, _ in found(run) if slot in run.choice.resident}
     assert router.held[MEDIUM_CPU] == in_dram
     assert len(in_dram) < len(router.held[MEDIUM_STORAGE])
+
+
+def test_a_block_that_is_dropped_before_it_is_durable_is_not_in_dram(model: Path) -> None:
+    run = Simulation(with_events(model, "reuse"), frames=8)
+    run.add("first", prompt(20, seed=9), 1)  # a worker tells of its frames with its first report
+    run.run()
+    router, durable = Router.latest, set(Router.latest.held[MEDIUM_STORAGE])
+    run.add("asks", prompt(60), 8)
+    while router.held[MEDIUM_CPU] <= durable:
+        run.step()
+    assert router.held[MEDIUM_STORAGE] == durable
+    for block, slot, _ in list(found(run)):
+        if block not in durable:
+            run.ours._parts.slots.drop(slot, "weights")
+    run.step()
+    assert router.held[MEDIUM_CPU] <= durable
+    run.run()
+
+
+@pytest.mark.parametrize("adapter", [None, LoRARequest("helpful", 1, "/adapter")])
+def test_what_a_changed_adapter_computed_is_not_told_of_when_it_is_written(
+    model: Path, adapter: LoRARequest | None
+) -> None:
+    run = Simulation(with_events(model, "reuse"))
+    events = run.ours._parts.events
+    assert events is not None
+    request = run.add("asks", prompt(BLOCK), 1, lora_request=adapter)
+    known = events._named(request, run.ours.groups.block(0, 0), 7)
+    events._written_soon[7] = events._held_soon[7] = known
+    events.hide([1])
+    left = {7: known} if adapter is None else {}
+    assert events._written_soon == events._held_soon == left
+
+
+def test_events_name_the_session(model: Path) -> None:
+    run = Simulation(with_events(model, "reuse"))
+    run.add("asks", prompt(100), 1).session_id = "session"
+    run.run()
+    assert Router.latest.stored
+    assert {event.session_id for event in Router.latest.stored} == {"session"}
 
 
 def test_nothing_is_told_unless_vllm_publishes(model: Path) -> None:

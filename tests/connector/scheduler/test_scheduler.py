@@ -56,6 +56,26 @@ def config(request: pytest.FixtureRequest, model: Path) -> VllmConfig:
     return engine_config(model, request.param)
 
 
+def test_an_engine_that_stores_nothing_looks_at_each_block_once(
+    reuse: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, seen = reuse(slots=60, hbm_blocks=60), []
+    identities = run.ours._parts.identities
+    computes = identities.computes
+
+    def look(request: Request, first: int, stop: int | None, blocks: Sequence[list[int]]) -> None:
+        if stop is not None:
+            seen.extend(range(first, stop))
+        computes(request, first, stop, blocks)
+
+    monkeypatch.setattr(run.ours.policy, "_stores", False)
+    monkeypatch.setattr(identities, "computes", look)
+    run.add("asks", prompt(100), 40)
+    run.run()
+    assert seen == list(range((100 + 39) // BLOCK))
+    assert not run.index.counters["published"]
+
+
 class Turmoil:
     """One random run: requests come, end, are aborted and preempted while things fail."""
 

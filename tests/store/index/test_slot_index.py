@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -293,6 +293,34 @@ def test_quarantined_slots_are_never_handed_out_again() -> None:
     with pytest.raises(ValueError, match="holds nothing"):
         index.pin(slots_of(4))
     assert index.quarantine(slots_of(5)) == 1
+
+
+class Heard:
+    """Remembers which slots are gone."""
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+
+    def durable(self, slots: Iterable[int]) -> None:
+        pass
+
+    def moved(self, old: Iterable[int], new: Iterable[int]) -> None:
+        pass
+
+    def gone(self, slots: Iterable[int]) -> None:
+        self.slots += slots
+
+
+def test_a_listener_hears_of_slots_that_were_never_durable() -> None:
+    index = SlotIndex(4, None)
+    index.listener = heard = Heard()
+    slots = index.allocate(2)
+    for slot in slots.tolist():
+        assert index.publish(slot, key(slot))
+    index.drop(slots[0])
+    assert heard.slots == [0]
+    index.quarantine(slots[1:])
+    assert heard.slots == [0, 1]
 
 
 def test_restored_slots_are_handed_out_before_all_others() -> None:

@@ -17,6 +17,7 @@ from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.store.devices.data_file import peek_superblock
 from vllm_ssdkv.store.format.manifest import COPY, NAME, Manifest
 from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES, SlotGeometry
+from vllm_ssdkv.store.maintenance.fsck import examined
 
 ROOM = 64 << 20
 MORE: dict[str, Any] = {"capacity": ROOM, "options": {"dram_gib": "64MiB"}}
@@ -49,6 +50,15 @@ def test_every_rank_has_slots_of_its_own_size(original: FilledStore) -> None:
         block = peek_superblock(original.data(0, rank))
         assert block is not None
         assert (block.geometry, block.unit_bytes) == (geometry, geometry.unit_bytes)
+
+
+def test_progress_counts_slots_of_any_size(original: FilledStore) -> None:
+    heard: list[tuple[int, int]] = []
+    with examined(original.devices, original.state, progress=lambda *step: heard.append(step)):
+        pass
+    total = len(STAGES) * len(SLOTS) * original.replicas
+    assert heard[0] == (0, total)
+    assert heard[-1] == (total, total)
 
 
 def test_the_capacity_is_divided_by_bytes(original: FilledStore) -> None:

@@ -23,8 +23,8 @@ _LEAST_PRUNED = 4096
 """Blocks of which something is remembered before it is looked which of them HBM still has."""
 
 TELLING_STEPS = 3
-"""Steps after which the workers have told of an adapter that was loaded before: it is reported with
-the next step, and a GPU's step is heard of a step later."""
+"""Steps after which the workers have told of an adapter that was loaded before, beside those that
+vLLM plans ahead: it is reported with the next step, and a GPU's step is heard of a step later."""
 
 
 class RankIdentities:

@@ -10,7 +10,7 @@ is admitted that begins with them: only then are their hashes and tokens known.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
@@ -123,6 +123,7 @@ class KVEvents:
             group_idx=block.group,
             kv_cache_spec_kind=get_kv_cache_spec_kind(block.spec).value,
             kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(block.spec),
+            session_id=request.session_id,
         )
         number = 0 if adapter is None else adapter.adapter_id
         return _Name(self._index.epoch(slot), own, block.group, number), event
@@ -147,8 +148,9 @@ class KVEvents:
 
     def moved(self, old: Iterable[int], new: Iterable[int]) -> None:
         """Blocks have other slots now."""
-        for names in self._told.values():
+        for medium, names in self._told.items():
             for before, after in zip(old, new, strict=True):
+                self._forget([after], medium)
                 if before in names:
                     names[after] = names.pop(before)._replace(epoch=self._index.epoch(after))
 
@@ -165,12 +167,11 @@ class KVEvents:
     def hide(self, adapters: Collection[int] | None = None) -> None:
         """Nothing that was stored so far is found, for now or for ever; with ``adapters`` what was
         computed with these."""
-        if adapters is None:
-            self._written_soon.clear()
-            self._held_soon.clear()
+        for soon in (self._written_soon, self._held_soon):
+            for slot in _of(adapters, {slot: name for slot, (name, _) in soon.items()}):
+                del soon[slot]
         for medium, names in self._told.items():
-            gone = [s for s, n in names.items() if adapters is None or n.adapter in adapters]
-            self._forget(gone, medium)
+            self._forget(_of(adapters, names), medium)
 
     def _forget(self, slots: Iterable[int], medium: str) -> None:
         """Tell that these are not stored, of those that routers know of."""
@@ -194,6 +195,11 @@ class KVEvents:
         self._held_soon.clear()
         events, self._events = self._events, []
         return events
+
+
+def _of(adapters: Collection[int] | None, names: Mapping[int, _Name]) -> list[int]:
+    """Slots of blocks that were computed with these adapters; None: of all."""
+    return [slot for slot, name in names.items() if adapters is None or name.adapter in adapters]
 
 
 def _on(event: BlockStored, medium: str) -> BlockStored:

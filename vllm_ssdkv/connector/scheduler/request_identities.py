@@ -47,6 +47,7 @@ class RequestIdentities:
             hashes_per_block=engine.hashes_per_block,
         )
         self._per_block = engine.hashes_per_block
+        self._telling_steps = TELLING_STEPS + engine.steps_ahead
         self.hbm = HbmIdentities(ranks.namespace)
         self.resets = CacheResets(len(ranks.weights))
         self._counters = counters
@@ -75,7 +76,7 @@ class RequestIdentities:
             self._waits_since.pop(request.request_id, None)
             return None
         since = self._waits_since.setdefault(request.request_id, step)
-        return reason if step - since < TELLING_STEPS else None
+        return reason if step - since < self._telling_steps else None
 
     def began_alike(self, request: Request, blocks: int) -> bool:
         """Check whether a request's first blocks, in HBM, were computed with its own identity."""

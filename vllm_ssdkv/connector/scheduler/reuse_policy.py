@@ -98,7 +98,10 @@ class ReusePolicy:
             state.published = end
             return
         end = end if known is None else min(known, end)
-        if not (identity and self._stores) or self._suspension:
+        if not identity:
+            return
+        if not self._stores or self._suspension:
+            state.published = end
             return
         head = first // RUN_BLOCKS * RUN_BLOCKS
         from_head = self._identities.keys.to_store(request, end, head)

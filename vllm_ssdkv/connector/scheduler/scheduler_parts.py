@@ -47,6 +47,7 @@ class EngineFacts:
         hashes_per_block: vLLM's hashes to a block of ours: more than one where blocks of some KV
             cache groups have more tokens than those of others.
         kv_events: Whether vLLM publishes KV events.
+        steps_ahead: Steps that vLLM plans before it takes the results of the first of them.
     """
 
     block_tokens: int
@@ -61,6 +62,7 @@ class EngineFacts:
     x_shape: XShape | None = None
     hashes_per_block: int = 1
     kv_events: bool = False
+    steps_ahead: int = 1
 
 
 @dataclass(frozen=True, slots=True)

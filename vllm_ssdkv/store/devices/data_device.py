@@ -115,8 +115,8 @@ def open_device(
     elif stat.S_ISBLK(mode):
         if rank != 0:
             raise DeviceError(
-                f"{what} is a block device, which serves one rank; for tensor parallelism make a "
-                "file system on it and name a directory"
+                f"{what} is a block device, which serves one rank; for several workers make a file "
+                "system on it and name a directory"
             )
         return _open_block_device(place, what, nbytes, direct, lock_timeout_s)
     elif not stat.S_ISDIR(mode):

@@ -420,14 +420,15 @@ class SlotIndex:
         one is free at once, one of a device out of use when that is back. Slots that are free,
         private or lost already are skipped.
         """
-        self._tell_gone(*self._table.drop(np.atleast_1d(slot)))
+        slots = np.atleast_1d(slot)
+        self._tell_gone(*self._table.drop(slots), slots)
 
-    def _tell_gone(self, slots: I64, epochs: I64) -> None:
-        """Have the journal forget slots."""
+    def _tell_gone(self, slots: I64, epochs: I64, dropped: I64 = _NO_SLOTS) -> None:
+        """Have the journal forget slots, and tell of them and of those that it need not know."""
         if slots.size and self._journal is not None:
             self._journal.append(Kind.DEL, slots, epochs)
-        if slots.size and self.listener is not None:
-            self.listener.gone(slots.tolist())
+        if self.listener is not None and (slots.size or dropped.size):
+            self.listener.gone([*slots.tolist(), *dropped.tolist()])
 
     def mask(self, slots: I64) -> tuple[int, int]:
         """Take slots out of use until :meth:`unmask`: their device is. What is journalled is kept,
@@ -470,8 +471,9 @@ class SlotIndex:
         slots = mask_or_slots
         if slots.dtype == np.bool_:
             slots = self._numbers(slots)
-        dropped, gone, epochs = self._table.quarantine(slots.astype(np.int64, copy=False))
-        self._tell_gone(gone, epochs)
+        slots = slots.astype(np.int64, copy=False)
+        dropped, gone, epochs = self._table.quarantine(slots)
+        self._tell_gone(gone, epochs, slots)
         return dropped
 
     def _numbers(self, mask: NDArray[np.generic]) -> I64:

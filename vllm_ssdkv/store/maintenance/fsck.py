@@ -42,6 +42,7 @@ from vllm_ssdkv.store.maintenance.offline_store import (
 )
 from vllm_ssdkv.store.maintenance.slot_check import BatchPlan, Entry, SlotChecker, Verdict
 from vllm_ssdkv.store.maintenance.slot_reader import open_slots
+from vllm_ssdkv.store.placement.placement import placement_of
 
 _DATA_NAME = re.compile(r"rank(\d+)\.data")
 
@@ -371,14 +372,21 @@ def _check_slots(this: Examination, progress: Progress) -> None:
     this.report.out_of_reach = int(out_of_reach.sum())
     inside = np.flatnonzero(~out_of_reach)
     entry = this.entry.part(inside)
-    twice = int(_read_twice(this, entry.slots).sum())
-    total = (len(inside) + twice) * this.report.ranks
-    progress(0, total)
-    for rank in range(this.report.ranks):
+    ranks = range(this.report.ranks)
+    total = sum(len(inside) + int(_read_twice(this, rank, entry.slots).sum()) for rank in ranks)
+    done = 0
+
+    def step(slots: int) -> None:
+        nonlocal done
+        done += slots
+        progress(done, total)
+
+    step(0)
+    for rank in ranks:
         right = np.ones(len(inside), dtype=np.bool_)
         mine = [checked for checked in this.files if checked.rank == rank]
         if len(inside):
-            _check_rank(this, mine, entry, right, this.found[inside], progress, total)
+            _check_rank(this, mine, entry, right, this.found[inside], step)
         for checked in mine:
             on_it = this.store.placement.touches(checked.device, entry.slots)
             on_it &= ~np.isin(entry.slots, [bad.slot for bad in this.bad_copies])
@@ -392,9 +400,9 @@ def _check_slots(this: Examination, progress: Progress) -> None:
     this.report.stored += this.report.found
 
 
-def _read_twice(this: Examination, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Slots with two copies that can be told apart: some piece is there twice."""
-    placement = this.store.placement
+def _read_twice(this: Examination, rank: int, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Slots of a rank with two copies that can be told apart: some piece is there twice."""
+    placement = placement_of(this.store.manifest, rank)
     twice = placement.doubled(slots)
     near = np.zeros(len(slots), dtype=np.bool_)
     for device in np.flatnonzero(this.absent).tolist():
@@ -414,10 +422,10 @@ def _check_rank(
     entry: Entry,
     right: NDArray[np.bool_],
     found: NDArray[np.bool_],
-    progress: Progress,
-    total: int,
+    step: Callable[[int], None],
 ) -> None:
-    """Clear ``right`` where a slot of this rank is not what it should be."""
+    """Clear ``right`` where a slot of this rank is not what it should be. ``step``: hears of so
+    many slots that are done."""
     rank = mine[0].rank
     geometry = this.store.manifest.geometries[rank]
     plan = BatchPlan(geometry)
@@ -425,7 +433,7 @@ def _check_rank(
 
         def count(slots: int) -> None:
             this.report.checked_bytes += slots * geometry.slot_bytes
-            progress(this.report.checked_bytes // geometry.slot_bytes, total)
+            step(slots)
 
         def wrong(which: NDArray[np.int64], source: ReadFrom, *, again: bool = False) -> Verdicts:
             checker = SlotChecker(files, plan, source)
@@ -458,7 +466,7 @@ def _judge_copies(
     missing = any(c.file is None and not this.absent[c.device] for c in this.files)
     cure = f"start the engine, which makes missing data files anew, then {REPAIR}"
     cure = cure if missing else ""
-    twice = _read_twice(this, entry.slots)
+    twice = _read_twice(this, rank, entry.slots)
     absent = tuple(np.flatnonzero(this.absent).tolist())
     verdicts = [
         wrong(np.arange(len(entry.slots)), ReadFrom(0, absent)),
