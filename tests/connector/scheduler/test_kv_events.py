@@ -152,6 +152,7 @@ def check(run: Simulation, router: Router, *, whole: bool) -> None:
     for block, _, about in found(run):
         index.add(block)
         facts[block] = about
+    assert router.held[MEDIUM_CPU] <= index, "blocks in DRAM can be found"
     replayed = router.held[MEDIUM_STORAGE]
     assert replayed == index if whole else replayed <= index
     for event in router.stored:
@@ -171,15 +172,19 @@ class Steady(Turmoil):
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
 @pytest.mark.parametrize("resets", [False, True], ids=["steady", "resets"])
 def test_the_replayed_index_is_the_stores(config: VllmConfig, depth: int, resets: bool) -> None:
-    removed = kept = 0
+    removed = kept = in_dram = 0
     for seed in range(100, 100 + RUNS):
         turmoil = (Turmoil if resets else Steady)(config, seed, depth=depth, faulty=seed % 2 > 0)
+        for rank in turmoil.run.ranks:
+            rank.report.frames = 8
         turmoil.play(60)
         check(turmoil.run, Router.latest, whole=not (resets or turmoil.lost))
+        in_dram += len(Router.latest.held[MEDIUM_CPU])
         removed += Router.latest.removed
         kept += len(Router.latest.held[MEDIUM_STORAGE])
     assert removed
     assert kept
+    assert in_dram
 
 
 @pytest.mark.parametrize(
