@@ -92,4 +92,4 @@ def test_the_other_dashboards_count_stores_of_nodes_once(name: str) -> None:
             shown.setdefault(selector, set()).add(instance)
     assert all(len(instances) == 1 for instances in shown.values())
     of_nodes = [selector for selector, instances in shown.items() if "node:9400" in instances]
-    assert len(of_nodes) == (7 if name == "overview" else 0)
+    assert len(of_nodes) == (9 if name == "overview" else 0)
