@@ -83,8 +83,8 @@ class _Identity:
     """Drives of nodes, in page mode."""
 
 
-def _layout(
-    config: SSDKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, of_worker: bool
+def _of_all_ranks(
+    own: Callable[[], KVLayout], parallel: ParallelConfig, *, of_worker: bool
 ) -> tuple[KVLayout, Sequence[SlotGeometry]]:
     """Layout of this process's KV, and the geometry of every rank's slots. Workers of a pipeline
     tell each other; its scheduler knows the first stage only, and asks the store later.
@@ -92,13 +92,12 @@ def _layout(
     Raises:
         UnsupportedError: a worker's KV cannot be stored.
     """
-    parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size == 1 or not of_worker:
-        layout = kv_layout(config, vllm_config, kv_cache_config)
+        layout = own()
         return layout, [layout.geometry] * layout.ranks
     from vllm_ssdkv.connector.worker.pipeline import of_all_stages
 
-    layout, stages = of_all_stages(lambda: kv_layout(config, vllm_config, kv_cache_config))
+    layout, stages = of_all_stages(own)
     return layout, [one for one in stages for _ in range(parallel.tensor_parallel_size)]
 
 
@@ -106,9 +105,11 @@ def _identify(
     config: SSDKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, of_worker: bool
 ) -> _Identity:
     check_engine(config, vllm_config)
-    layout, geometries = _layout(config, vllm_config, kv_cache_config, of_worker=of_worker)
-    identity = fingerprint(config, vllm_config, layout, kv_cache_config)
     parallel = vllm_config.parallel_config
+    layout, geometries = _of_all_ranks(
+        lambda: kv_layout(config, vllm_config, kv_cache_config), parallel, of_worker=of_worker
+    )
+    identity = fingerprint(config, vllm_config, layout, kv_cache_config)
     replica = replica_of(parallel)
     # The engine's id may be one that the user gave it, for ever.
     run = f"{vllm_config.kv_transfer_config.engine_id} {vllm_config.instance_id}"

@@ -114,7 +114,7 @@ class StorePlace:
         key = hashlib.blake2b(named, digest_size=8).hexdigest() if name else named.hex()[:16]
         below = "" if replica is None else f"dp{replica}"
         self.config = config
-        self.geometries = with_equal_units(geometries)
+        self.geometries, self.ranks = with_equal_units(geometries), len(geometries)
         self.fingerprint = fingerprint
         self.run = run or str(uuid4())
         self.model, self.name = model, name
@@ -155,11 +155,6 @@ class StorePlace:
         slot = sum(one.units_per_slot * one.unit_bytes for one in self.geometries)
         data = self.ranks * len(self.paths) * SUPERBLOCK_BYTES + slots * slot * self.config.replicas
         return data + 2 * journal_bytes(slots) + STATE_SLACK
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks."""
-        return len(self.geometries)
 
     def manifest(self) -> Manifest:
         """The store's manifest, made if there is none, with today's devices. Blocks on I/O.
