@@ -36,6 +36,12 @@ class Attention(Protocol):
         ...
 
 
+def layer_of(module: torch.nn.Module) -> int:
+    """Number of the layer whose attention a module of the model is."""
+    number: Any = module.layer_idx
+    return int(number)
+
+
 _current: list[Attention] = []
 
 

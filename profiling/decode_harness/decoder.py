@@ -33,7 +33,7 @@ from vllm_ssdkv.connector.worker.paged_attention import attend_layer, rows_of_st
 from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 from vllm_ssdkv.kernels.step_clock import AttentionClock
-from vllm_ssdkv.profiling.decode_harness.attention import Attention, timed
+from vllm_ssdkv.profiling.decode_harness.attention import Attention, layer_of, timed
 from vllm_ssdkv.profiling.decode_harness.forward import Forward, events_of
 from vllm_ssdkv.profiling.decode_harness.models import head_size, kv_heads
 from vllm_ssdkv.profiling.decode_harness.part_clock import AttentionTimer, PartClock
@@ -213,7 +213,7 @@ class PagedDecoder:
 
     def _device_decode(self) -> DeviceDecode | None:
         """Attention that is captured with the model; None: layer by layer."""
-        paged, new_event = self.worker.page_mode, events_of(self.device)
+        paged, new_event = self._paged, events_of(self.device)
         if not self.passes.captures or new_event is None or piecewise_reason(paged):
             return None
         blocks = self.room.blocks // self.room.requests
@@ -399,7 +399,7 @@ class PagedDecoder:
         attention: Attention = self._attend
         if self.timer is not None:
             attention = timed(attention, self.timer)
-        device, timing = self.worker.page_mode.device, self.timer or self._parts
+        device, timing = self._paged.device, self.timer or self._parts
         if device is None or not device.serves or timing or len(ids) != self.room.requests:
             return self.passes(ids, where, attention)
         ends = [request.tokens + 1 for request, _ in self._now]
@@ -426,7 +426,7 @@ class PagedDecoder:
         value: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        device, layer = self.worker.page_mode.device, int(module.layer_idx)  # type: ignore[arg-type] # of the model's attention modules
+        device, layer = self._paged.device, layer_of(module)
         if device is None:
             raise RuntimeError("there are no tables to attend by")
         if layer == 0:
@@ -445,7 +445,7 @@ class PagedDecoder:
         scale: float,
     ) -> torch.Tensor:
         batch, heads, count, size = query.shape
-        layer = int(module.layer_idx)  # type: ignore[arg-type] # of the model's attention modules
+        layer = layer_of(module)
         queries, keys, values = (
             part.transpose(1, 2).reshape(batch * count, -1, size).contiguous()
             for part in (query, key, value)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vllm_ssdkv.profiling.decode_harness.attention import Attention, sdpa, timed
+from vllm_ssdkv.profiling.decode_harness.attention import Attention, layer_of, sdpa, timed
 from vllm_ssdkv.profiling.decode_harness.forward import Forward
 from vllm_ssdkv.profiling.decode_harness.models import head_size, kv_heads
 from vllm_ssdkv.profiling.decode_harness.part_clock import AttentionTimer
@@ -47,7 +47,7 @@ class FullDecoder:
     ) -> torch.Tensor:
         end = self.tokens + 1
         held: list[torch.Tensor] = []
-        for room, new in zip(self._kv[int(module.layer_idx)], (key, value), strict=True):  # type: ignore[arg-type] # of the model's attention modules
+        for room, new in zip(self._kv[layer_of(module)], (key, value), strict=True):
             room[:, :, self.tokens : end] = new
             held.append(room[:, :, :end])
         return sdpa(module, query, held[0], held[1], scale)

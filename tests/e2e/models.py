@@ -265,20 +265,26 @@ def make_bloom(path: Path, *, seed: int = 0, heads: int = 4, head_dim: int = 64)
     return _save(BloomForCausalLM(config), path, seed)
 
 
+def _gemma_sizes(layers: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
+    hidden = heads * head_dim // 2
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "query_pre_attn_scalar": head_dim,
+    }
+
+
 def make_gemma2(
     path: Path, *, seed: int = 0, heads: int = 4, kv_heads: int = 2, head_dim: int = 64
 ) -> Path:
     """Soft-capped logits, and sliding windows in every other layer."""
-    hidden = heads * head_dim // 2
     config = Gemma2Config(
         **(COMMON | {"tie_word_embeddings": True}),
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=4,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        query_pre_attn_scalar=head_dim,
+        **_gemma_sizes(4, heads, kv_heads, head_dim),
         sliding_window=GEMMA2_WINDOW,
         attn_logit_softcapping=GEMMA2_CAP,
     )
@@ -294,16 +300,9 @@ def make_gemma3(
     path: Path, *, seed: int = 0, heads: int = 4, kv_heads: int = 2, head_dim: int = 64
 ) -> Path:
     """Sliding windows in three of five layers, which vLLM puts into two groups."""
-    hidden = heads * head_dim // 2
     config = Gemma3TextConfig(
         **COMMON,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=5,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        query_pre_attn_scalar=head_dim,
+        **_gemma_sizes(5, heads, kv_heads, head_dim),
         sliding_window=GEMMA3_WINDOW,
         layer_types=[
             f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")

@@ -26,7 +26,7 @@ WINDOW, CHUNK = 256, 512
 BLOCK = 256
 """The least for a channel page of 4 of a head's 32 channels."""
 HBM_BLOCKS = 13
-"""What the prompts of nine requests take: nothing is left where their next blocks begin."""
+"""Room for the prompts of nine requests: none is left where their next blocks begin."""
 LENGTH = 110
 SHORT = 30
 """Tokens that are enough for a drive to fail among them."""

@@ -389,7 +389,7 @@ def test_large_logits_neither_overflow_nor_vanish(isa: str) -> None:
 
 
 def test_weights_are_accurate_exponentials(isa: str) -> None:
-    """With one-hot values the accumulator shows exp(logit - m) of each key by itself."""
+    """The accumulator shows exp(logit - m) of each key by itself where values are one-hot."""
     layout = layout_of(head_size=256, kv_heads=1, block_tokens=256)
     case = Paged(layout, 1, [Row(255, 1)])
     logits = torch.linspace(-86.0, 0.0, 256)
@@ -407,7 +407,7 @@ def test_weights_are_accurate_exponentials(isa: str) -> None:
 
 @pytest.mark.parametrize("cap", [0.25, 3.0, 50.0])
 def test_capped_logits_are_accurate(isa: str, cap: float) -> None:
-    """With one-hot values and a distant maximum the accumulator shows each key's logit."""
+    """The accumulator shows each key's logit where values are one-hot and a maximum is far."""
     layout = layout_of(head_size=256, kv_heads=1, block_tokens=256)
     case = Paged(layout, 1, [Row(255, 1)], softmax=Softmax(soft_cap=cap))
     reach = min(4 * cap, 40.0)  # the least weight is a normal number

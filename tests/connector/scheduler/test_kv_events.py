@@ -49,7 +49,7 @@ class Router(EventPublisher):
         self.held: dict[str, set[Block]] = {MEDIUM_STORAGE: set(), MEDIUM_CPU: set()}
         self.stored: list[BlockStored] = []
         self.hbm: dict[Block, tuple[object, ...]] = {}
-        """What vLLM has told of blocks in HBM."""
+        """Events of vLLM's own, of blocks in HBM."""
         self.removed = 0
         Router.latest = self
 
@@ -85,7 +85,7 @@ def is_whole(event: BlockStored) -> bool:
 
 
 def told(event: BlockStored) -> dict[Block, tuple[object, ...]]:
-    """What an event says of each of its blocks."""
+    """Fields of an event for each of its blocks."""
     size, hashes = event.block_size, event.block_hashes
     parents, extra = [event.parent_block_hash, *hashes], event.extra_keys or [None] * len(hashes)
     alike = [getattr(event, name) for name in ALIKE]

@@ -417,7 +417,7 @@ def test_a_request_holds_few_states_at_a_time(size: int) -> None:
 
 
 def test_parts_need_room_for_their_blocks() -> None:
-    """For 320 tokens a full group holds 20 blocks, and a window of 20 tokens 4 blocks of 8."""
+    """A full group holds 20 blocks for 320 tokens, and a window of 20 tokens 4 blocks of 8."""
     index = SlotIndex(100, None)
     groups = groups_of([None, 20], index, sizes=[BLOCK, 8])
     hashes = [bytes([number]) * 32 for number in range(40)]

@@ -21,7 +21,7 @@ SEED = 45
 
 
 def outcome(row: Row) -> tuple[str, ...]:
-    """How many tokens are found may depend on a machine; a refusal's sentence does not."""
+    """The number of tokens found may depend on a machine; a refusal's sentence does not."""
     detail = row.detail if row.result == REFUSED else ""
     return row.architecture, row.mode, row.result, detail
 

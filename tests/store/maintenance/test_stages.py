@@ -28,7 +28,7 @@ STAGES = tuple(SlotGeometry("opaque", layers, 1, 1, 66_000) for layers in LAYERS
 
 @pytest.fixture(scope="module", params=[1, 2])
 def original(request: pytest.FixtureRequest) -> Iterator[FilledStore]:
-    """With one copy of each block, and with two."""
+    """Stores with one copy of each block, and with two."""
     with tempfile.TemporaryDirectory(prefix="ssdkv-stages-", dir=disk_directory()) as root:
         ranks = len(STAGES)
         yield make(Path(root), stages=STAGES, ranks=ranks, replicas=request.param, **MORE)

@@ -200,7 +200,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replayed_step_does_what_its_tables_say(kind: str) -> None:
-    """What was a number at the capture, and should be memory, fails at the replay."""
+    """A number at the capture that should be memory fails at the replay."""
     choosing, captured, replayed = KINDS[kind]
     steps = Steps(choosing)
     steps.prepare(captured, seed=1)
