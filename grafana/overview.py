@@ -115,10 +115,10 @@ def _worth(board: Dashboard) -> None:
         ),
         number(
             "Drive life left",
-            "Years until the first drive has used up its endurance at the rate of the last 24 "
+            "Time until the first drive has used up its endurance at the rate of the last 24 "
             "hours. Empty without the option `tbw`.",
-            "none",
-            (f"min(({written} / ({used} > 0) - {written}) / ({daily} > 0)) / 365", "years"),
+            "s",
+            (f"min(({written} / ({used} > 0) - {written}) / ({daily} > 0)) * 86400", "left"),
         ),
     ):
         board.with_panel(panel)

@@ -9,7 +9,14 @@ _SUFFIX: Final = {"ops": "/s", "iops": "/s", "decbytes": "B", "Bps": "B/s", "sho
 _CUSTOM: Final = "si:"
 _PREFIXES: Final = ("", "k", "M", "G", "T", "P")
 _BINARY: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_TIMES: Final = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"))
+_TIMES: Final = (
+    (31_536_000.0, "years"),
+    (86400.0, "d"),
+    (3600.0, "h"),
+    (60.0, "min"),
+    (1.0, "s"),
+    (1e-3, "ms"),
+)
 
 
 def format_value(value: float, unit: str) -> str:

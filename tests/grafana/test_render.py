@@ -49,6 +49,7 @@ from vllm_ssdkv.grafana.values import format_value
         (75.0, "s", "1.25 min"),
         (9439.0, "s", "2.62 h"),
         (1e6, "s", "11.6 d"),
+        (1.5768e8, "s", "5 years"),
         (4220.0, "short", "4.22 k"),
     ],
 )
