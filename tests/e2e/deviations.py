@@ -1,4 +1,7 @@
-"""Deviations of verified hits in an engine's workers, in units of the tolerance."""
+"""Deviations of verified hits in an engine's workers, in units of the tolerance.
+
+Only workers import this module: it changes the comparer of the process that it is in.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,12 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.connector.worker.block_comparison import BlockComparer
 
-EXTENSION = "tests.e2e.deviations.NotedDeviations"
-"""For vLLM's option ``worker_extension_cls``; ``LLM.collective_rpc("take_deviations")`` asks."""
-
 _NOTED: list[float] = []
 _compare = BlockComparer.deviation
 
 
-def _noted(self: BlockComparer, block_id: int, frame: NDArray[np.uint8], layers: int) -> float:
-    deviation = _compare(self, block_id, frame, layers)
+def _noted(self: BlockComparer, block_id: int, frame: NDArray[np.uint8]) -> float:
+    deviation = _compare(self, block_id, frame)
     _NOTED.append(deviation / self.tolerance)
     return deviation
 
@@ -24,7 +24,7 @@ BlockComparer.deviation = _noted  # type: ignore[method-assign]  # in whatever p
 
 
 class NotedDeviations:
-    """Mixed into vLLM's worker."""
+    """Mixed into vLLM's worker, by its option ``worker_extension_cls``."""
 
     def take_deviations(self) -> list[float]:
         """Of each comparison since the last call."""

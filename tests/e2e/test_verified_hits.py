@@ -19,7 +19,6 @@ from vllm.lora.request import LoRARequest
 
 from tests.conftest import SOAK_ROUNDS
 from tests.e2e.bench import HANG_S
-from tests.e2e.deviations import EXTENSION
 from tests.e2e.drafters import eagle
 from tests.e2e.models import prompts
 from tests.e2e.test_lora import RANK, make_adapter
@@ -41,6 +40,8 @@ MARGIN = 1 / 5
 CHOOSES = {"selector": "bounds", "sparse": {"exact_below": 1 << 20}}
 """The store is one to choose from, and requests are too short to: their answers are exact."""
 PROMPTS = prompts((1400, 700, 333, 650), seed=21)
+DEVIATIONS = "tests.e2e.deviations.NotedDeviations"
+"""Of each comparison, asked for by ``LLM.collective_rpc("take_deviations")``."""
 HITS = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS]
 SHORT = [hit - BLOCK for hit in HITS]
 """Of hits that are verified."""
@@ -154,7 +155,7 @@ class Rig:
             ssdkv={**make(self.place), **chosen, "verify_hits": 256},
             kv_tokens=size,
             max_num_batched_tokens=CHUNK,
-            worker_extension_cls=EXTENSION,
+            worker_extension_cls=DEVIATIONS,
             **self.options,
         ) as engine:
             if lora is not None:
@@ -401,7 +402,7 @@ def test_rounding_is_no_difference(
         max_num_batched_tokens=kind.chunk,
         tensor_parallel_size=kind.ranks,
         in_process=kind.ranks == 1,
-        worker_extension_cls=EXTENSION,
+        worker_extension_cls=DEVIATIONS,
         **options,
     ) as engine:
         wanted = -(-VERIFIED // len(KINDS)) if SOAK_ROUNDS else BATCH
