@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,38 +43,33 @@ scripts/gpu/run.sh --out build/gpu --stages kernels,decode   # there: what these
 ```
 
 A run with `--stages` continues the one in `--out`: it leaves out the cases that have a good result.
-`results.jsonl` of a run, put into `docs/gpu/` under the name of the GPU and the date, becomes a
-section here with `ssdkv lab docs write docs`.
+Put `results.jsonl` of a run into `docs/gpu/` under the name of the GPU and the date:
+`ssdkv lab docs write docs` then adds it to the table below, and shows the newest run of each GPU.
 
 ## vLLM on a GPU machine without vLLM
 
-`build/gpu_pack` has at most 56 MiB. It holds vLLM's Python files, and of its compiled parts the
-general operators for Hopper GPUs (`sm_90`): `_C_stable_libtorch` of vLLM's published wheel, which
-`pack.sh` downloads once (330 MB). Of the library's 75 MiB it blanks the device code of all other
-architectures, which leaves 8.4 MiB packed.
-Kernels that the wheel has as PTX only, some of Marlin's, are blank, too. FlashAttention has 300 MB
-and does not travel: stock vLLM and reuse mode attend with `TRITON_ATTN` in these runs.
+`build/gpu_pack` (at most 56 MiB) holds vLLM's Python files and its general operators for Hopper
+GPUs (`sm_90`): `_C_stable_libtorch` of the published wheel, without the device code of other
+architectures. Kernels that the wheel has as PTX only, such as some of Marlin's, are missing.
+FlashAttention (300 MB) is missing, too: stock vLLM and reuse mode attend with `TRITON_ATTN` here.
 
-The stage `vllm` takes an installed vLLM if there is one. Else it compares the symbols that the
-operators need with those that PyTorch exports, loads them in a process of its own, and compares
-`rms_norm` with its definition. If that fails, stand-ins take their place and the results name them.
-Then one process imports vLLM and forks an engine for each cell, at most 60 s each:
+The stage `vllm` takes an installed vLLM if there is one. Otherwise it checks the operators against
+PyTorch's symbols, and `rms_norm` against its definition. If a check fails, stand-ins take their
+place, and the results name them. One process then imports vLLM and forks an engine for each cell,
+at most 60 s each:
 
-- *Tokens*: a tiny Llama in float32 in stock vLLM, in reuse mode, in reuse mode after a restart, and
-  in page mode with `exact` and with `adaptive`. Answers have to be those of stock vLLM, and stored
-  prompts have to be found.
-- *Speed*: 4 layers of Llama 8B's shape in bfloat16 with random weights, in the same engines: the
-  time to the first token of prompts of 2K to 32K tokens, computed and found, and tokens decoded per
-  second by 1 and by 8 requests.
+- *Tokens*: a tiny Llama in float32 in stock vLLM, in reuse mode (also after a restart), and in page
+  mode with `exact` and `adaptive`. Tokens must equal stock vLLM's; stored prompts must be found.
+- *Speed*: 4 layers of Llama 8B's shape in bfloat16 with random weights, in the same engines: time
+  to first token of 2K to 32K tokens, computed and found; tokens/s of 1 and of 8 requests.
 - *vLLM's own offloading*: the same prompts with `OffloadingConnector` (DRAM) and
   `SimpleCPUOffloadConnector` (disk); and stock vLLM with CUDA graphs.
 
 All others run without CUDA graphs. Each cell names vLLM's model runner and its scheduling.
 
-Never run on a GPU so far: these operators, and each of these cells. `make test` compares the
-symbols that the operators need with those of PyTorch 2.11 for CUDA 13, and a rehearsal runs all
-cells that vLLM has on CPUs, with the tiny model. In the runs below vLLM had stand-ins for its
-operators; it was imported, and no engine of it ended.
+Not run on a GPU so far: these operators and all of these cells. In the runs below, vLLM was
+imported with stand-ins, and no engine came to an end. `make test` compares the operators' symbols
+with PyTorch's, and a rehearsal runs all cells that vLLM has on CPUs.
 """
 
 _CALLS: Final = """\
@@ -115,7 +111,8 @@ def gpu_page(directory: Path) -> str:
         if not run.facts().get("GPU device") or "rehearsal" in run.facts()["GPU device"]:
             raise BenchError(f"{directory / run.name}.jsonl is not a run on a GPU")
     parts = [_NOTICE, "", _INTRO, "## Runs", "", _overview(runs)]
-    for run in sorted(runs, key=lambda run: (run.facts().get("date", ""), run.name), reverse=True):
+    runs.sort(key=lambda run: (run.facts().get("date", ""), run.name))
+    for run in {run.facts()["GPU device"]: run for run in runs}.values():
         parts += ["", f"## {run.facts()['GPU device']}, `{run.name}`"]
         for stage, heading in STAGES.items():
             parts += ["", f"### {heading}", "", _section(stage, run.of_stage(stage))]
@@ -212,7 +209,7 @@ def _dtype(row: Row) -> str:
 
 def _decode(rows: Sequence[Row]) -> list[str]:
     """Tokens of small models, and the speed of a large one's shape by place of its contexts."""
-    tokens, speed, about, plain = [], [], [], ", without CUDA graphs"
+    tokens, speed, late, about, plain = [], [], [], [], ", without CUDA graphs"
     for row in rows:
         values = {figure.name: figure.value for figure in row.figures}
         if row.case.startswith("tokens of"):
@@ -224,6 +221,8 @@ def _decode(rows: Sequence[Row]) -> list[str]:
             plain = plain if launches is None else ""
             case = row.case if launches is None else f"{row.case} ({launches})"
             speed.append((case, *_speed(values)))
+        elif row.error == NO_TIME:
+            late.append(row.case)
         else:
             why = values.get(NOT_MEASURED)
             text = f"{NOT_MEASURED}: {why}" if why else _figures(row)
@@ -237,7 +236,10 @@ def _decode(rows: Sequence[Row]) -> list[str]:
         "Read for a token, MB",
     )
     told = f"{', '.join(about)}, random weights and contexts, greedy{plain}:" if about else "Speed:"
-    return [_table(("Tokens in fp32", "Result"), tokens), told, _table(head, speed)]
+    parts = [_table(("Tokens in fp32", "Result"), tokens), told, _table(head, speed)]
+    if late:
+        parts.append(textwrap.fill(f"{NOT_MEASURED.capitalize()}: {'; '.join(late)}.", 100))
+    return parts
 
 
 def _speed(values: Mapping[str, float | str]) -> tuple[str, ...]:

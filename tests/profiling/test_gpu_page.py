@@ -114,7 +114,24 @@ def test_decoding_tells_speed_parts_and_what_did_not_fit(tmp_path: Path) -> None
     assert "| tokens of llama | 48 of 48 equal |" in page
     assert f"| {bounds} | 12.5 | 80 | 25% | model 1.5 | dram token pages 2500 |" in page
     assert f"| {full} | not measured: does not fit HBM: takes 90 GiB |  |  |  |  |" in page
-    assert f"| {drive} | not measured |  |  |  |  |" in page
+    assert f"\n\nNot measured: {drive}.\n" in page
+
+
+def test_only_the_newest_run_of_a_gpu_is_shown(tmp_path: Path) -> None:
+    runs = [
+        ("a", "2030-01-02", "GPU A"),
+        ("b", "2030-01-01", "GPU A"),
+        ("c", "2030-01-01", "GPU B"),
+    ]
+    for name, date, device in runs:
+        figures = [[Figure("date", date)], [Figure("device", device)]]
+        log = ResultLog(tmp_path)
+        for case, figure in zip(("machine", "GPU"), figures, strict=True):
+            log.append(Row("machine", case, figures=figure))
+        (tmp_path / "results.jsonl").rename(tmp_path / f"{name}.jsonl")
+    page = gpu_page(tmp_path)
+    assert [f"## {device}, `{name}`" in page for name, _, device in runs] == [True, False, True]
+    assert "[b](gpu/b.jsonl)" in page
 
 
 def test_what_failed_says_why(tmp_path: Path) -> None:
