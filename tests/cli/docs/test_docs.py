@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -34,26 +35,48 @@ def run(*arguments: str, stdin: str = "") -> Result:
     return CliRunner().invoke(app, list(arguments), input=stdin)
 
 
+def listed(page: str) -> list[str]:
+    """Names of the items of a page's lists."""
+    return re.findall(r"^- `([^`]+)`", page, re.MULTILINE)
+
+
 def cells(page: str) -> list[list[str]]:
     """The rows of the tables of a page, heads first."""
     rows = [line for line in page.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row[1:-1].split(" | ")] for row in rows]
 
 
-def test_every_option_is_one_row() -> None:
-    tables = options_page().split("\n## ")[1:]
-    titles = [table.splitlines()[0] for table in tables]
+def test_every_option_is_one_item() -> None:
+    sections = options_page().split("\n## ")[1:]
+    titles = [section.splitlines()[0] for section in sections]
     assert titles == ["The ones to know", "Tuning", "A node", "A pool", "The secondary tier"]
-    first, tuning, node, pool, tier = ([row[0] for row in cells(table)[2:]] for table in tables)
-    tests = [row[0] for row in cells(options_for_tests_page())[2:]]
-    assert first == [f"`{path}`" for path in FIRST]
+    first, tuning, node, pool, tier = (listed(section) for section in sections)
+    tests = listed(options_for_tests_page())
+    assert first == list(FIRST)
     assert len(first) == 10
-    every = [f"`{option.path}`" for option in walk(SSDKVConfig)]
-    assert sorted(first + tuning + tests) == sorted(every)
-    assert {f"`{option.path}`" for option in walk(NodeConfig)} <= {*node, *first, *tuning, *tests}
-    assert pool == [f"`{option.path}`" for option in walk(PoolConfig)]
-    assert tier == [f"`{option.path}`" for option in walk(SecondaryTierConfig)]
-    assert {len(row) for table in tables for row in cells(table)} == {5}
+    assert sorted(first + tuning + tests) == sorted(option.path for option in walk(SSDKVConfig))
+    assert {option.path for option in walk(NodeConfig)} <= {*node, *first, *tuning, *tests}
+    assert pool == [option.path for option in walk(PoolConfig)]
+    assert tier == [option.path for option in walk(SecondaryTierConfig)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # its value and a reason that does not repeat it; a size; allowed values named before
+        "`io.queue_depth`: Number of requests in flight per device. Allowed: an integer, from 1 to "
+        "256. Default `16`: requests of 512 KiB make",
+        "Default `10.0`: a healthy drive answers",
+        "`io.scrub_rate`: Maximum number of bytes per second and worker at which stored blocks are "
+        "read again and verified while nothing else uses the store; null is never. Allowed: a "
+        "size, at least 1 MiB, or null. Default `null`: every read",
+        'starts with an empty store in any case. Default `"quiet"`: Lost blocks',
+        "`listen`: Addresses at which",
+        "tcp://host:port. Required: Only the user knows where the engines run.",
+    ],
+)
+def test_an_option_is_told_once(text: str) -> None:
+    assert text in " ".join(options_page().split())
 
 
 def test_faults_and_slow_devices_are_options_for_tests() -> None:
@@ -62,17 +85,20 @@ def test_faults_and_slow_devices_are_options_for_tests() -> None:
     assert not tests & {"io.deadline", "offload.share", *FIRST}
 
 
-def test_every_metric_is_one_row() -> None:
-    rows = cells(metrics_page())
-    head = ["Metric", "Kind", "Unit", "Meaning", "Labels"]
-    second, third = (i for i, row in enumerate(rows) if row == head)
-    for (head, rule, *table), metrics, width in [
-        (rows[:second], METRICS, 6),
-        (rows[second:third], BATCH_METRICS, 5),
-        (rows[third:], NODE_SERVER_METRICS, 5),
+def test_every_metric_is_one_item() -> None:
+    engine, batch, node = metrics_page().split("\n## ")
+    for section, metrics in [
+        (engine, METRICS),
+        (batch, BATCH_METRICS),
+        (node, NODE_SERVER_METRICS),
     ]:
-        assert [row[0] for row in table] == [f"`{metric.exposed_name}`" for metric in metrics]
-        assert {len(row) for row in [head, rule, *table]} == {width}
+        assert listed(section) == [metric.exposed_name for metric in metrics]
+    told = " ".join(engine.split())
+    assert "`vllm:ssdkv_layers_waiting` (gauge, layers, max): Maximum" in told
+    assert "(errors): Number of times that the device refused to be trimmed. `device`." in told
+    assert (
+        "Time that an I/O request spent in the device. `device`. `direction`: read, write." in told
+    )
 
 
 def test_the_example_on_the_page_is_valid() -> None:

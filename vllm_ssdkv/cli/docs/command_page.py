@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import typer
 
-from vllm_ssdkv.cli.docs.doc_pages import NOTICE, table
+from vllm_ssdkv.cli.docs.doc_pages import NOTICE, items
 
 _INTRO: Final = """\
 # Commands
@@ -37,7 +37,7 @@ def _walk(command: Any, name: str) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
         yield from _walk(inner, f"{name} {child}")
 
 
-def _arguments(command: Any) -> Iterator[tuple[str, str, str]]:  # noqa: ANN401 - as above
+def _arguments(command: Any) -> Iterator[str]:  # noqa: ANN401 - as above
     """Name, meaning and default of each argument and option but ``--help``."""
     for parameter in command.params:
         is_option = parameter.param_type_name == "option"
@@ -50,13 +50,13 @@ def _arguments(command: Any) -> Iterator[tuple[str, str, str]]:  # noqa: ANN401 
         shown_default = getattr(parameter, "show_default", None)
         default = shown_default if isinstance(shown_default, str) else parameter.default
         if parameter.required:
-            text = "required"
-        else:
-            text = "" if flag or default is None or default == "" else f"`{default}`"
-        meaning = parameter.help or ""
+            shown += " (required)"
+        elif not (flag or default is None or default == ""):
+            shown += f" (default: `{default}`)"
+        meaning = "" if "--json" in parameter.opts else f": {parameter.help}"
         if parameter.envvar:
             meaning += f" Also from the environment: `{parameter.envvar}`."
-        yield shown, meaning, text
+        yield shown + meaning
 
 
 def commands_page() -> str:
@@ -69,5 +69,5 @@ def commands_page() -> str:
         parts.append(inspect.cleandoc(command.help or ""))
         rows = list(_arguments(command))
         if rows:
-            parts.append(table(("Argument", "Meaning", "Default"), rows))
+            parts.append(items(rows))
     return "\n\n".join(part.strip() for part in parts) + "\n"
