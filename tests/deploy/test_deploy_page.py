@@ -43,14 +43,16 @@ def test_commands_of_the_page_exist() -> None:
         assert result.exit_code == 0, (group, command)
 
 
-def test_the_command_of_a_node_has_valid_options() -> None:
-    (line,) = (line for line in COMMANDS if line.startswith("ssdkv node run"))
+@pytest.mark.parametrize("line", [line for line in COMMANDS if line.startswith("ssdkv node run")])
+def test_commands_of_nodes_have_valid_options(line: str) -> None:
     words = shlex.split(line)[3:]
-    pairs = list(zip(words[::2], words[1::2], strict=True))
-    listen = [value for name, value in pairs if name == "--listen"]
-    devices = [value for name, value in pairs if name == "--device"]
-    assert len(listen) + len(devices) == len(pairs)
-    NodeConfig.from_options({"listen": listen, "devices": devices})
+    found: dict[str, list[str]] = {"--listen": [], "--device": [], "--keys": []}
+    for name, value in zip(words[::2], words[1::2], strict=True):
+        found[name].append(value)
+    options: dict[str, object] = {"listen": found["--listen"], "devices": found["--device"]}
+    if found["--keys"]:
+        (options["keys"],) = found["--keys"]
+    NodeConfig.from_options(options)
 
 
 def test_engines_of_the_page_have_valid_options() -> None:
