@@ -247,35 +247,30 @@ def kernel_metadata(kernel: Kernel, address: int = 0x1800000) -> str:
     return "\n".join([*lines, ""])
 
 
-def tables() -> str:
-    """Arguments and records as tables in Markdown."""
+def lists() -> str:
+    """Arguments and records as lists in Markdown."""
     parts = []
     for kernel in KERNELS:
-        parts += [f"Kernel `{kernel.name}`: {kernel.doc}", _argument_table(kernel)]
+        parts += [f"Kernel `{kernel.name}`: {kernel.doc}", _arguments(kernel)]
     for layout in LAYOUTS:
         parts += [f"Record `{layout.name}`, {layout.nbytes} bytes: {layout.doc}", _fields(layout)]
     return "\n\n".join(parts)
 
 
-def _argument_table(kernel: Kernel) -> str:
-    rows = ["| argument | register | kind | meaning |", "|---|---|---|---|"]
-    rows += [
-        f"| `{one.argument.name}` | {one.offset:#05x} | "
-        f"{one.argument.kind}{', written' if one.argument.direction == 'out' else ''} | "
-        f"{one.argument.doc} |"
+def _arguments(kernel: Kernel) -> str:
+    return "\n".join(
+        f"- `{one.argument.name}` ({one.offset:#05x}, {one.argument.kind}"
+        f"{', written' if one.argument.direction == 'out' else ''}): {one.argument.doc}"
         for one in kernel.registers()
-    ]
-    return "\n".join(rows)
+    )
 
 
 def _fields(layout: Layout) -> str:
-    rows = ["| field | at | type | meaning |", "|---|---|---|---|"]
-    rows += [
-        f"| `{field.name}` | {offset} | {field.type}"
-        f"{f' x {field.count}' if field.count > 1 else ''} | {field.doc} |"
+    return "\n".join(
+        f"- `{field.name}` ({offset}, {field.type}"
+        f"{f' x {field.count}' if field.count > 1 else ''}): {field.doc}"
         for field, offset in layout.offsets()
-    ]
-    return "\n".join(rows)
+    )
 
 
 FILES: Mapping[str, Callable[[], str]] = {

@@ -36,7 +36,7 @@ from vllm_ssdkv.fpga_offload.description import (
     Status,
     shape_problem,
 )
-from vllm_ssdkv.fpga_offload.generate import DIRECTORY, FILES, tables
+from vllm_ssdkv.fpga_offload.generate import DIRECTORY, FILES, lists
 from vllm_ssdkv.fpga_offload.library import ARGUMENTS
 
 
@@ -114,13 +114,13 @@ def test_ports_of_channels_are_half_as_wide() -> None:
     assert set(widths.values()) == {str(8 * BEAT_BYTES)}
 
 
-def test_tables_name_everything() -> None:
-    text = tables()
+def test_lists_name_everything() -> None:
+    text = lists()
     for kernel in KERNELS:
         for register in kernel.registers():
-            assert f"| `{register.argument.name}` | {register.offset:#05x} |" in text
+            assert f"- `{register.argument.name}` ({register.offset:#05x}, " in text
     for layout in LAYOUTS:
-        assert all(f"| `{field.name}` | {at} |" in text for field, at in layout.offsets())
+        assert all(f"- `{field.name}` ({at}, " in text for field, at in layout.offsets())
 
 
 def test_a_stale_file_is_found_and_written_anew(tmp_path: Path) -> None:

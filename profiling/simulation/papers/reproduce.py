@@ -89,14 +89,9 @@ def tables(
 
     ``wanted``: rows that are shown; all, if missing.
     """
-    rows = Table(
-        "Published and ours",
-        [
-            *("row", "kind", "result", "published", "ours", "distance", "passes", "verdict"),
-            "source",
-        ],
-    )
-    notes = Table("What they rest on", ["row", "verdict", "margins", "note"])
+    columns = ["row", "kind", "result", "published", "ours", "distance", "passes", "verdict"]
+    rows = Table("Published and ours", columns)
+    notes = Table("What they rest on", ["rows", "note"])
     beside = Table(
         "Against a good I/O path",
         ["row", "result", "paper's baseline", "good I/O path"],
@@ -105,15 +100,27 @@ def tables(
         "drive of 7.",
     )
     shown = [one for one in results(figures) if wanted is None or one.row in wanted]
+    sources: dict[str, list[str]] = {}
+    told: dict[str, list[Result]] = {}
     for one in shown:
         ours, distance = _figure(one.ours), _distance(one)
         cells = [one.name, one.kind, one.what, one.target.text, ours, distance]
-        rows.add(*cells, one.target.tolerance, one.verdict, one.source)
-        margins = "; ".join(f"{name} {value:.4g}" for name, value in one.margins.items())
+        rows.add(*cells, one.target.tolerance.partition(",")[0], one.verdict)
+        sources.setdefault(one.source, []).append(one.row)
         if one.note:
-            notes.add(one.name, one.verdict, margins or None, one.note)
+            told.setdefault(one.note, []).append(one)
         if one.beside is not None:
             beside.add(one.name, one.what, _figure(one.ours), _figure(one.beside))
+    of_rows = (f"{source}: {', '.join(dict.fromkeys(names))}" for source, names in sources.items())
+    rows.note = f"An effect passes from 0.8 to 1.25. Sources: {'; '.join(of_rows)}."
+    for note, parts in told.items():
+        margins = [
+            (f"{one.name}: " if parts[1:] else "")
+            + "; ".join(f"{name} {value:.4g}" for name, value in one.margins.items())
+            for one in parts
+            if one.margins
+        ]
+        notes.add(", ".join(one.name for one in parts), " ".join([note, *margins]))
     own = [_modes(), _hits(), _nodes()] if wanted is None else []
     return [rows, notes, beside, *own, _constants(shown)]
 
@@ -176,7 +183,7 @@ def _constants(shown: Iterable[Result]) -> Table:
     """Constants that these rows rest on."""
     table = Table(
         "Constants",
-        ["constant", "value", "calibrated by", "from", "rows"],
+        ["constant", "value", "from", "rows"],
         note="A tenth more of a constant moves each of its rows, and no other: a test changes them "
         "all. calibrated by: rows whose published result it is, a share of whose step it is, or "
         "that it was fitted to; it predicts none of them.",
@@ -184,12 +191,19 @@ def _constants(shown: Iterable[Result]) -> Table:
     serves: dict[str, list[str]] = {}
     for one in shown:
         for name in rests_on(one.name):
-            serves.setdefault(name, []).append(one.name)
+            serves.setdefault(name, []).append(one.row)
+    before = ""
     for name, constant in constants().items():
         if name in serves:
-            calibrated = ", ".join(constant.calibrated) or None
-            cells = f"{constant.value:g}", calibrated, constant.source, ", ".join(serves[name])
-            table.add(name, *cells)
+            source = constant.source
+            if constant.calibrated:
+                source += f"; calibrated by {', '.join(constant.calibrated)}"
+            cells = (
+                "the same" if source == before else source,
+                ", ".join(dict.fromkeys(serves[name])),
+            )
+            table.add(name, f"{constant.value:g}", *cells)
+            before = source
     return table
 
 

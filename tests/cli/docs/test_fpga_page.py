@@ -33,9 +33,15 @@ def results(tmp_path: Path) -> Path:
 
 def test_tables_come_from_the_results(results: Path) -> None:
     page = fpga_page(results)
-    for text in ("By `simulate them`, with a tool 1.2:", "By `count them`:", "| 4242 |", "54321"):
+    for text in (
+        "By `simulate them`, with a tool 1.2:",
+        "By `count them`:",
+        "| 4242 tokens |",
+        "54321",
+    ):
         assert text in page
     assert "| smartssd | 1 | 262144 | 1 |" in page
+    assert "- `q` (0x010, address): queries, 16 bits, [n, G, d]\n" in page
     assert "LUT of a query head more" in page
     assert too_long(page) == []
 

@@ -177,8 +177,11 @@ def test_tables_and_document_have_the_same_rows() -> None:
     assert found[2]["good_path"] < found[2]["ours"]
     assert "hosts: hilos-host: dram_bandwidth" in found[2]["constants"]
     assert found[0]["margins"].keys() == {"FlexGen at 64", "FlexGen at 128", "InstInfer at 128"}
-    served = {str(row[0]): str(row[4]) for row in shown[-1].rows}
-    assert served["paths: flexgen-memmap: drive_bandwidth"] == "P8 cliff"
+    served = {str(row[0]): (str(row[2]), str(row[3])) for row in shown[-1].rows}
+    source, rows = served["paths: flexgen-memmap: drive_bandwidth"]
+    assert source.endswith("; calibrated by P3, P5")
+    assert rows == "P8"
+    assert "Sources: InstInfer (arXiv 2409.04992): P8; HILOS (ASPLOS 2026): P17." in shown[0].note
 
 
 @pytest.mark.parametrize("name", CURVES)

@@ -19,7 +19,7 @@ from vllm_ssdkv.cli.fpga.tables import (
 from vllm_ssdkv.fpga_offload.cards import CARDS
 from vllm_ssdkv.fpga_offload.estimator import DecodeStep, simulated_cycles
 from vllm_ssdkv.fpga_offload.figures import figures
-from vllm_ssdkv.fpga_offload.generate import tables
+from vllm_ssdkv.fpga_offload.generate import lists
 from vllm_ssdkv.fpga_offload.results import CYCLES, FOLDER, SYNTHESIS, read_cycles, read_synthesis
 from vllm_ssdkv.profiling.table import Table
 
@@ -49,6 +49,10 @@ _DIFFERENCES: Final = """\
 | sparse attention | SparF in the flash channels (InstInfer) | SparF behind the bus |
 | power | 11 to 16 W (HILOS) | not measured |
 """
+_RECORDS: Final = (
+    "Behind an argument's name are its register and its kind, behind a field's its offset in bytes "
+    "and its type."
+)
 _LAYERS, _KV_HEADS, _GROUP, _HEAD = 32, 8, 4, 128
 
 
@@ -70,7 +74,7 @@ def fpga_page(folder: Path = FOLDER) -> str:
         "Cells": [_made_by(cells.command, cells.tools), cells_table(cells.rows)],
         "Estimates": [_ESTIMATES, steps_table(rows), constants_table(list(CARDS.values()), line)],
         "Beside the papers": [figures_table(figures(cells.rows)), _DIFFERENCES],
-        "Arguments and records": [tables()],
+        "Arguments and records": [_RECORDS, lists()],
     }
     parts = [NOTICE, _INTRO, *(f"## {name}\n\n{_text(parts)}" for name, parts in sections.items())]
     return "\n\n".join(part.strip() for part in parts) + "\n"
@@ -88,6 +92,8 @@ def _text(parts: Sequence[str | Table]) -> str:
     for part in parts:
         text = part if isinstance(part, str) else part.markdown().strip()
         for line in text.splitlines():
-            lines += [line] if line.startswith("|") else textwrap.wrap(line, _WIDTH) or [""]
+            indent = "  " if line.startswith("- ") else ""
+            wrapped = textwrap.wrap(line, _WIDTH, subsequent_indent=indent) or [""]
+            lines += [line] if line.startswith("|") else wrapped
         lines.append("")
     return "\n".join(lines).strip()

@@ -24,16 +24,18 @@ has its source, and a step of each system runs as discrete events. Each row is o
 
 Verdicts: of a ratio the effect counts, (ours - 1) / (published - 1), which passes from 0.8 to 1.25,
 so that a result on the other side of 1 is a miss; of a value its tolerance; of a band the band
-itself. The note of a miss says its cause, or what the paper leaves out. **report**: nothing is
-demanded. Of absolute tokens/s, power and energy nothing is claimed. A paper's baseline is one as
-the paper ran it; the third table has the same work on a good I/O path.
+itself. The note of a miss says its cause, or the facts that the paper leaves out. **report**:
+nothing is demanded. Of absolute tokens/s, power and energy nothing is claimed. A paper's baseline
+is one as the paper ran it; the third table has the same work on a good I/O path.
+
+The command also prints each constant with its source and the rows that rest on it.
 """
 
 
 def papers_page() -> str:
     """Text of ``docs/papers.md``."""
     parts = [NOTICE, _INTRO, textwrap.fill(summary(), 100)]
-    for table in tables():
+    for table in tables()[:-1]:
         note, table.note = table.note, ""
         text = table.markdown().replace("### ", "## ", 1).rstrip()
         parts.append(f"{text}\n\n{textwrap.fill(note, 100)}".rstrip())

@@ -116,23 +116,19 @@ def trials_table(document: Mapping[str, Any]) -> Table:
 
 
 def cycles_table(rows: Sequence[Cycles]) -> Table:
-    """Cycles of the simulated kernels."""
+    """Cycles of the simulated kernels, by number of tokens."""
+    tokens = sorted({row.tokens for row in rows})
     table = Table(
         "Cycles in simulation",
-        ["kernel", "d", "G", "dtype", "tokens", "cycles", "line rate"],
-        decimals=3,
-        note="line rate: share of the cycles that moved a beat of 64 bytes of pages.",
+        ["kernel", "d", "G", "dtype", *(f"{count} tokens" for count in tokens)],
+        note="Cycles, and the line rate: the share of them that moved a beat of 64 bytes of pages.",
     )
+    found: dict[tuple[str | int, ...], dict[int, str]] = {}
     for row in rows:
-        table.add(
-            row.kernel,
-            row.head_size,
-            row.group,
-            row.dtype,
-            row.tokens,
-            row.cycles,
-            row.line_rate,
-        )
+        of_kernel = found.setdefault((row.kernel, row.head_size, row.group, row.dtype), {})
+        of_kernel[row.tokens] = f"{row.cycles}, {row.line_rate:.3f}"
+    for kernel, cells in found.items():
+        table.add(*kernel, *(cells.get(count) for count in tokens))
     return table
 
 
