@@ -143,7 +143,7 @@ def test_the_same_comes_out(
 def test_heads_may_be_as_large_as_kernels_have_them(
     nodes: list[NodeProcess], tmp_path: Path
 ) -> None:
-    dram = 32 * LITTLE_DRAM  # for pages of 128 KiB
+    dram = 4 * LITTLE_DRAM  # of 32 blocks, half have a frame
     there = decoded(tmp_path, "exact", nodes, head_size=MAX_HEAD_SIZE, dram_gib=dram)
     assert there.counters.total("offload_tickets") > 0
     for cause in ("error", "answer", "deadline"):
