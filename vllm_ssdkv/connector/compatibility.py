@@ -100,7 +100,8 @@ def _engine(config: SSDKVConfig, vllm_config: VllmConfig) -> Iterator[Obstacle]:
                 text = f"--pipeline-parallel-size must be 1 {where}"
                 yield Obstacle(text, ("use --tensor-parallel-size", way), offloaded=True)
         ray = parallel.distributed_executor_backend == "ray"
-        if ray and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+        # vLLM 0.33 has the newer one only, and no such variable.
+        if ray and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True):
             yield Obstacle(
                 "the older of vLLM's two executors for Ray passes on what the last stage of a "
                 "pipeline tells and nothing of the others, so no load would end",
