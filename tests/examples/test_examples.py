@@ -22,11 +22,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.kit.commands import check_vllm
 from tests.kit.forks import Program
 from tests.kit.server import server, started
 from tests.kit.waiting import until
 from vllm_ssdkv.cli.main import app
-from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.profiling.recall import recall
 from vllm_ssdkv.store.format.journal_record import HEADER_BYTES, RECORD_BYTES
 
@@ -82,52 +82,11 @@ def metric(url: str, pattern: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if re.match(pattern, line))
 
 
-def commands(page: Path) -> list[list[str]]:
-    """The commands of a page that serve, in order, as the shell would split them."""
-    text = page.read_text().replace("\\\n", " ")
-    lines = [line for line in text.splitlines() if re.match(r"(vllm|ssdkv) serve", line)]
-    return [shlex.split(line) for line in lines]
-
-
-PAGES = [
-    EXAMPLES / "README.md",
-    EXAMPLES.parent / "docs" / "quickstart.md",
-    EXAMPLES.parent / "README.md",
-]
-
-
-def check(command: list[str]) -> None:
-    """Have vLLM's own parser take a command, and our check its options."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    assert command[:2] == ["vllm", "serve"]
-    given = make_arg_parser(FlexibleArgumentParser()).parse_args(command[2:])
-    validate_parsed_serve_args(given)
-    config = given.kv_transfer_config
-    assert (config.kv_connector, config.kv_role) == ("SSDKVConnector", "kv_both")
-    SSDKVConfig.from_extra_config(config.kv_connector_extra_config)
-
-
 def planned(arguments: list[str]) -> list[str]:
     """The command that `ssdkv plan` prints."""
     result = CliRunner().invoke(app, ["plan", *arguments])
     assert result.exit_code == 0, result.stderr
     return shlex.split(result.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
-def test_the_commands_on_the_pages_are_valid(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.execv", lambda *_: None)
-    found = commands(page)
-    assert found
-    for command in found:
-        if command[0] == "ssdkv":
-            result = CliRunner().invoke(app, command[1:])
-            assert result.exit_code == 0, result.stderr
-            check(shlex.split(result.stdout))
-        else:
-            check(command)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +102,7 @@ def test_the_commands_of_plans_are_valid(arguments: list[str], tmp_path: Path) -
     machine = tmp_path / "machine.yaml"
     machine.write_text(f"gpu: h100-80\ngpus: 2\ndram: 256GiB\ndrives: [{drives}]\n")
     command = planned([*arguments, "--machine", str(machine), "--at-a-time", "2"])
-    check(command)
+    check_vllm(command[2:])
     assert command[2] == "meta-llama/Llama-3.1-70B"
     assert ("daily_write_budget" in command[-1]) == ("fp8" in arguments)
 
