@@ -42,11 +42,6 @@ KINDS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
         "Gemma4ForCausalLM",
         {"global_head_dim": 64, "sliding_window": 64, "num_kv_shared_layers": 0},
     ),
-    "gemma4-uneven": (
-        "Gemma4TextConfig",
-        "Gemma4ForCausalLM",
-        {"global_head_dim": 64, "per_layer_config": {1: {"head_dim": 64}, 2: {"head_dim": 128}}},
-    ),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {"attn_logit_softcapping": 50.0}),
     "deepseek": (
         "DeepseekV2Config",

@@ -197,8 +197,9 @@ def test_layers_that_are_not_alike() -> None:
     wide = UniformTypeKVCacheSpecs(
         block_size=16, kv_cache_specs={"a": SPEC, "b": replace(SPEC, num_kv_heads=4)}
     )
+    assert attention_spec(groups(wide)) == SPEC, "the only group"
     with pytest.raises(UnsupportedError, match="several sizes"):
-        attention_spec(groups(wide))
+        attention_spec(several(wide, SPEC))
 
 
 def several(*specs: object) -> Any:  # noqa: ANN401 - a KVCacheConfig

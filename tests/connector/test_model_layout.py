@@ -11,18 +11,25 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+)
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
 from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.connector.kv_layout import KVLayout
+from vllm_ssdkv.connector.kv_layout import KVLayout, joined_geometry, layer_offsets
 from vllm_ssdkv.connector.model_layout import directory_name, fingerprint, kv_layout
 from vllm_ssdkv.connector.worker.block_comparison import element_type
 
@@ -284,3 +291,56 @@ def test_states_are_part_of_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> N
     for kept in made:
         digests.add(fingerprint(reuse, ENGINE, kv_layout(reuse, ENGINE, kept), kept).digest)
     assert len(digests) == len(made)
+
+
+LATENT, INDEXER = 64 * 576 * 2, 64 * 132
+"""Bytes of a block of 64 tokens in a layer of DeepSeek V3.2: of the latent, and of its indexer."""
+
+
+def indexed(name: str, order: str = "kv", layers: int = 61) -> KVCacheConfig:
+    """What vLLM's workers get for layers of a latent and an indexer, in a layout of this name."""
+    shape: Any = {"block_size": 64, "num_kv_heads": 1}
+    of = {
+        "k": MLAAttentionSpec(**shape, head_size=132, dtype=torch.uint8),
+        "v": MLAAttentionSpec(**shape, head_size=576, dtype=torch.bfloat16),
+    }
+    specs: Any = {f"{layer}.{kind}": of[kind] for layer in range(layers) for kind in order}
+    engine = VllmConfig()
+    engine.cache_config.kv_cache_layout = name
+    groups = get_kv_cache_groups(engine, specs)
+    return get_kv_cache_config_from_groups(engine, groups, 1 << 26)
+
+
+def test_layers_of_several_sizes_lie_back_to_back() -> None:
+    """The scheduler, which has the spec of one layer, finds the same as a worker."""
+    reuse, found = SSDKVConfig.from_extra_config({}), []
+    for kept in map(indexed, ("LBHNC", "BLHNC")):
+        found.append(kv_layout(reuse, ENGINE, kept))
+        found.append(kv_layout(reuse, ENGINE, generate_scheduler_kv_cache_config([kept])))
+    worker = found[0]
+    assert worker.layer_bytes == (INDEXER, LATENT) * 61
+    assert len({(one.layer_names, one.layer_bytes, one.geometry) for one in found}) == 1
+    offsets, shape = layer_offsets(worker.geometry, worker.layer_bytes), worker.geometry
+    assert offsets[:3] == [shape.header_bytes + done for done in (0, INDEXER, INDEXER + LATENT)]
+    assert offsets[-1] + LATENT <= shape.slot_bytes < 1.02 * sum(worker.layer_bytes)
+    assert element_type(worker) == torch.bfloat16
+
+
+def test_the_order_of_layers_of_several_sizes_is_part_of_what_is_stored() -> None:
+    reuse, texts = SSDKVConfig.from_extra_config({}), set()
+    for order in ("kv", "vk"):
+        kept = indexed("LBHNC", order, layers=3)
+        for side in (kept, generate_scheduler_kv_cache_config([kept])):
+            made = fingerprint(reuse, ENGINE, kv_layout(reuse, ENGINE, side), side)
+            texts.add(made.fields["page_bytes"])
+    assert len(texts) == 2
+    assert all("3 layers of 8448" in str(text) for text in texts)
+
+
+@pytest.mark.parametrize("sizes", [[100], [4096, 1], [73728, 8448] * 61, [1 << 20] * 9 + [5000]])
+def test_a_slot_of_joined_layers_is_as_large_as_they_are(sizes: list[int]) -> None:
+    for encrypted in (False, True):
+        shape = replace(joined_geometry(sizes), encrypted=encrypted)
+        unused = shape.slot_bytes - shape.header_bytes - sum(sizes)
+        assert 0 <= unused < max(4096, sum(sizes) // 128)
+        assert shape.header_bytes <= 8192

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    KVCacheConfig,
     KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
@@ -98,8 +99,10 @@ def impl(**given: Any) -> Callable[[SSDKVConfig], None]:  # noqa: ANN401 - argum
     return build
 
 
-def cached(*specs: KVCacheSpec, together: bool = False) -> Callable[[SSDKVConfig], None]:
-    """A KV cache of these layers: each a group, or all of them one."""
+def cached(
+    *specs: KVCacheSpec, together: bool = False, beside: Sequence[KVCacheSpec] = ()
+) -> Callable[[SSDKVConfig], None]:
+    """A KV cache of these layers: each a group, or all of them one; groups ``beside``."""
 
     def build(config: SSDKVConfig) -> None:
         layers = [
@@ -111,7 +114,7 @@ def cached(*specs: KVCacheSpec, together: bool = False) -> Callable[[SSDKVConfig
         if together:
             alike = {str(number): spec for number, spec in enumerate(layers)}
             layers = [UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=alike)]
-        groups = [SimpleNamespace(kv_cache_spec=spec) for spec in layers]
+        groups = [SimpleNamespace(kv_cache_spec=spec) for spec in (*layers, *beside)]
         layout.attention_spec(cast(Any, SimpleNamespace(kv_cache_groups=groups)))
 
     return build
@@ -123,8 +126,7 @@ def laid_out(spec: FullAttentionSpec) -> Callable[[SSDKVConfig], None]:
     def build(config: SSDKVConfig) -> None:
         vllm_config, group = get_current_vllm_config(), SimpleNamespace(layer_names=["0"])
         group.kv_cache_spec = SSDKVCPUBackend.customize_spec(spec)
-        groups = SimpleNamespace(kv_cache_groups=[group], num_blocks=8, has_mamba_layers=False)
-        layout.kv_layout(config, vllm_config, cast(Any, groups))
+        layout.kv_layout(config, vllm_config, KVCacheConfig(8, [], cast(Any, [group])))
 
     return build
 
@@ -287,10 +289,13 @@ CASES = {
         settings={"model_config__is_mm_prefix_lm": True},
     ),
     "images-and-heads": Case(
-        "gemma4-uneven",
+        "gemma4",
         "layers with different heads, which page mode does not serve; nor does reuse mode, since",
         NO_WAY,
-        settings={"model_config__is_mm_prefix_lm": True},
+        settings={
+            "model_config__is_mm_prefix_lm": True,
+            "model_config__attn_type": "encoder_only",
+        },
     ),
     "looping": Case("looping", "attends to a layer's KV several times in a step", REUSE_ALONE),
     "states": Case("qwen3-next", "the model has layers with a state", REUSE_ALONE),
@@ -372,20 +377,6 @@ CASES = {
         options={},
     ),
     "heads": Case("gemma4", "layers with different heads", REUSE_ALONE),
-    "sizes-in-reuse": Case(
-        "gemma4-uneven", "the model's layers have KV of several", NO_WAY, options={}
-    ),
-    "sizes-in-a-group": Case(
-        "gemma4",
-        "the model's layers have KV of several",
-        {
-            "start without --disable-hybrid-kv-cache-manager": {
-                "arguments": {"disable_hybrid_kv_cache_manager": False}
-            }
-        },
-        arguments={"disable_hybrid_kv_cache_manager": True},
-        options={},
-    ),
     "soft-capping": Case(
         "gemma2",
         'selector "bounds" does not know soft-capped logits, which the model has',
@@ -548,7 +539,7 @@ CASES = {
         "layers have KV of several sizes",
         NO_WAY,
         options={},
-        layer=cached(FULL, replace(FULL, num_kv_heads=4), together=True),
+        layer=cached(FULL, replace(FULL, num_kv_heads=4), together=True, beside=[WINDOW]),
     ),
     "groups": Case(
         "llama",
@@ -705,7 +696,7 @@ def test_without_a_way_out_the_ways_out_of_others_are_not_named(
     models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = {**CASES["kv-dtype"].settings, **CASES["micro-batches"].settings}
-    text = refusal(Case("gemma4-uneven", "", {}, settings=both), models, monkeypatch)
+    text = refusal(Case("mamba", "", {}, settings=both), models, monkeypatch)
     assert len(text.splitlines()) == 2
     assert text.endswith(WITHOUT_US)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -168,8 +166,6 @@ def obstacles_to_reuse(vllm_config: VllmConfig) -> Iterator[Obstacle]:
             "the model has states (Mamba, linear attention) and no attention, without which "
             "nothing tells where they can be used again"
         )
-    if not model.is_hybrid:
-        yield from _sizes(model, vllm_config)
     if (
         model.attention_chunk_size is not None
         and not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
@@ -195,18 +191,6 @@ def obstacles_to_reuse(vllm_config: VllmConfig) -> Iterator[Obstacle]:
                 ("start without --speculative-config",),
                 offloaded=True,
             )
-
-
-def _sizes(model: ModelConfig, vllm_config: VllmConfig) -> Iterator[Obstacle]:
-    """Layers that vLLM keeps in one KV cache group have KV of one size."""
-    by_kind = _kv_bytes(model)
-    ways: tuple[str, ...] = ()
-    if all(len(sizes) == 1 for sizes in by_kind.values()):
-        one_group = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
-        if not one_group or len(set().union(*by_kind.values())) == 1:
-            return
-        ways = ("start without --disable-hybrid-kv-cache-manager",)
-    yield Obstacle("the model's layers have KV of several sizes", ways, offloaded=True)
 
 
 def why_no_prefixes(vllm_config: VllmConfig) -> str:
@@ -237,16 +221,6 @@ def _heads(model: ModelConfig) -> set[tuple[int, int]]:
     arch = model.model_arch_config
     layers = (arch[i] for i in range(arch.total_num_hidden_layers))
     return {(layer.head_size, layer.total_num_kv_heads) for layer in layers}
-
-
-def _kv_bytes(model: ModelConfig) -> dict[str, set[int]]:
-    """Sizes of a token's KV in the model's layers, relative to each other, by kind of attention."""
-    arch, found = model.model_arch_config, defaultdict[str, set[int]](set)
-    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
-    for i, kind in itertools.zip_longest(range(arch.total_num_hidden_layers), kinds, fillvalue=""):
-        if isinstance(i, int):
-            found[str(kind)].add(arch[i].head_size * arch[i].total_num_kv_heads)
-    return found
 
 
 def _page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> Iterator[Obstacle]:

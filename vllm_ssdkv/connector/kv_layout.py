@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
-from vllm_ssdkv.store.format.slot_geometry import PageRecord, SlotGeometry
+from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, PageRecord, SlotGeometry
 from vllm_ssdkv.store.memory.summary_rows import with_summaries
+
+JOINED_PAGES: Final = 128
+"""Pages of a slot of layers of several sizes, at least, where these fill so many: the last page is
+partly unused, which is then less than 1 % of the slot. Half as many more at most, unless layers are
+so small that pages are of 4096 bytes: their checksums fit a header of 4096, tags one of 8192."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +55,34 @@ class KVLayout:
     chain_layers: tuple[str, ...] = ()
     """Layers of that group, which lie in the first ones of a slot. A stage of a pipeline may have
     none."""
+    layer_bytes: tuple[int, ...] = ()
+    """Bytes of a block of each layer, where they are of several sizes: in a slot they then lie back
+    to back, whatever its pages are. Empty: a page holds one layer."""
 
     @property
     def all_layers(self) -> tuple[str, ...]:
         """Layers of every group."""
         return self.layer_names + tuple(name for group in self.overlaid for name in group)
+
+
+def joined_geometry(layer_bytes: Sequence[int]) -> SlotGeometry:
+    """Geometry of slots of layers of several sizes, not encrypted: these lie back to back, and are
+    cut into pages that are all as large.
+
+    Example:
+        >>> joined_geometry([73728, 8448] * 61).slot_bytes / sum([73728, 8448] * 61) < 1.002
+        True
+    """
+    whole = sum(layer_bytes)
+    page = max(1, whole // JOINED_PAGES // PAGE_ALIGN) * PAGE_ALIGN
+    return SlotGeometry("opaque", -(-whole // page), 1, 1, page)
+
+
+def layer_offsets(geometry: SlotGeometry, layer_bytes: Sequence[int] = ()) -> list[int]:
+    """Offset of each layer in a slot, with :attr:`KVLayout.layer_bytes` ``layer_bytes``."""
+    if not layer_bytes:
+        return [geometry.layer_offset(layer) for layer in range(geometry.layers)]
+    return list(itertools.accumulate(layer_bytes[:-1], initial=geometry.header_bytes))
 
 
 @functools.lru_cache(maxsize=8)

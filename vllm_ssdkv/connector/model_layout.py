@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from vllm_ssdkv.config.tiers import TIERS
 from vllm_ssdkv.connector.compatibility import refusal_of_layer
 from vllm_ssdkv.connector.identity.weight_files import weight_files
 from vllm_ssdkv.connector.kv_cache_spec import TieredAttentionSpec
-from vllm_ssdkv.connector.kv_layout import KVLayout, paged_geometry
+from vllm_ssdkv.connector.kv_layout import KVLayout, joined_geometry, paged_geometry
 from vllm_ssdkv.connector.obstacle import REUSE, WITHOUT_US, Obstacle
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
@@ -89,7 +90,8 @@ def attention_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
 
 
 def _group_specs(kv_cache_config: KVCacheConfig) -> list[AttentionSpec | MambaSpec]:
-    return [_group_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    groups = kv_cache_config.kv_cache_groups
+    return [_group_spec(group.kv_cache_spec, alone=len(groups) == 1) for group in groups]
 
 
 def _block_tokens(specs: Sequence[KVCacheSpec]) -> int:
@@ -121,23 +123,28 @@ def _kinds(specs: Sequence[KVCacheSpec]) -> str:
     return ", ".join(sorted({type(spec).__name__ for spec in specs}))
 
 
-def _group_spec(spec: KVCacheSpec) -> AttentionSpec | MambaSpec:
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        specs = list(spec.kv_cache_specs.values())
-        spec = specs[0]
-        # Whole blocks are bytes; page mode looks into them.
-        paged = isinstance(spec, TieredAttentionSpec)
-        if any(
-            one != spec if paged else one.page_size_bytes != spec.page_size_bytes for one in specs
-        ):
-            alike = len({one.page_size_bytes for one in specs}) == 1
-            raise Obstacle(
-                "the model's layers have KV of several sizes; SSDKVConnector serves models whose "
-                "layers are alike",
-                (REUSE,) if alike else (),
-                offloaded=True,
-            ).error()
-    if getattr(spec, "non_causal", False):
+def _layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
+    """Specs of a group's layers that differ; vLLM tells its scheduler one of them."""
+    return (
+        list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    )
+
+
+def _group_spec(spec: KVCacheSpec, *, alone: bool) -> AttentionSpec | MambaSpec:
+    """The spec of a group's first layer; ``alone``: it is the only group."""
+    specs = _layer_specs(spec)
+    spec = specs[0]
+    served = alone or all(one.page_size_bytes == spec.page_size_bytes for one in specs[1:])
+    # Whole blocks are bytes; page mode looks into them.
+    unlike = isinstance(spec, TieredAttentionSpec) and any(one != spec for one in specs)
+    if unlike or not served:
+        raise Obstacle(
+            "the model's layers have KV of several sizes; SSDKVConnector serves them in mode "
+            '"reuse", where they are one KV cache group',
+            (REUSE,) if served else (),
+            offloaded=True,
+        ).error()
+    if any(getattr(one, "non_causal", False) for one in specs):
         raise Obstacle(
             "the model's attention is not causal: KV of a prefix depends on what follows it, and "
             "cannot be used again"
@@ -190,8 +197,9 @@ def kv_layout(
             )
         if config.scores_channels and config.sparse.channel_pages == "ssd":
             _check_channel_pages(spec, config.page_tokens)
+    sizes = _layer_bytes(kv_cache_config)
     try:
-        geometry = _geometry(config, spec, len(names))
+        geometry = _geometry(config, spec, len(names), sizes)
     except ValueError as error:
         raise UnsupportedError(
             f"a block of this model makes a {error}: lower --block-size, or raise "
@@ -199,7 +207,7 @@ def kv_layout(
         ) from error
     parallel = vllm_config.parallel_config
     chain = next((one for one in specs if isinstance(one, FullAttentionSpec)), spec)
-    of_chain = next(names for names, one in zip(layers, specs, strict=True) if one is chain)
+    of_chain = kv_cache_config.kv_cache_groups[specs.index(chain)]
     return KVLayout(
         names,
         _block_tokens(specs),
@@ -213,17 +221,39 @@ def kv_layout(
         kv_cache_config.has_mamba_layers,
         cache_dtype(vllm_config),
         vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config),
-        kv_cache_config.has_mamba_layers or any(one.page_size_padded for one in specs),
+        kv_cache_config.has_mamba_layers
+        or (not sizes and any(one.page_size_padded for one in specs)),
         chain.block_size,
-        chain.dtype,
-        of_chain,
+        max(_layer_specs(of_chain.kv_cache_spec), key=lambda one: one.page_size_bytes).dtype,
+        tuple(of_chain.layer_names),
+        sizes,
     )
 
 
-def _geometry(config: SSDKVConfig, spec: AttentionSpec, layers: int) -> SlotGeometry:
+def _layer_bytes(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
+    """Bytes of a block of each layer, where they are of several sizes; else none.
+
+    Specs do not tell: vLLM's scheduler has one of a group. Where blocks are outermost a layer's is
+    as long as the way to the next layer, else as the way to the next block.
+    """
+    sizes = {
+        name: min(tensor.layer_stride, tensor.block_stride)
+        for tensor in kv_cache_config.kv_cache_tensors
+        for name in tensor.layers
+    }
+    if len(kv_cache_config.kv_cache_groups) > 1 or len(set(sizes.values())) < 2:
+        return ()
+    return tuple(sizes[name] for name in kv_cache_config.kv_cache_groups[0].layer_names)
+
+
+def _geometry(
+    config: SSDKVConfig, spec: AttentionSpec, layers: int, sizes: Sequence[int]
+) -> SlotGeometry:
     if config.mode == "page":
         heads, size = spec.num_kv_heads, spec.head_size
         geometry = paged_geometry(config, layers, heads, size, spec.block_size, spec.dtype)
+    elif sizes:
+        geometry = joined_geometry(sizes)
     else:
         geometry = SlotGeometry("opaque", layers, 1, 1, spec.page_size_bytes)
     return geometry if config.encryption is None else replace(geometry, encrypted=True)
@@ -276,6 +306,8 @@ def fingerprint(
         "page_bytes": layout.geometry.payload_bytes,
         "tp_size": parallel.tensor_parallel_size,
     }
+    if layout.layer_bytes:
+        fields["page_bytes"] = _sizes_identity(layout.layer_bytes, stages)
     if stages > 1:
         begins = [get_pp_indices(layers, stage, stages)[0] for stage in range(stages)]
         fields["stages"] = f"from layers {' '.join(map(str, begins))}"
@@ -328,6 +360,15 @@ def _group_identity(group: KVCacheGroupSpec, spec: KVCacheSpec, stages: int) -> 
         return f"layers by vLLM {vllm.__version__}, {held}"
     names = hashlib.blake2b("\n".join(group.layer_names).encode(), digest_size=8).hexdigest()
     return f"{len(group.layer_names)} layers {names}, {held}"
+
+
+def _sizes_identity(sizes: Sequence[int], stages: int) -> str:
+    """Text that names the places of layers of several sizes."""
+    if stages > 1:  # as in _group_identity
+        return f"layers of several sizes by vLLM {vllm.__version__}"
+    order = hashlib.blake2b(" ".join(map(str, sizes)).encode(), digest_size=8).hexdigest()
+    counted = ", ".join(f"{count} layers of {size}" for size, count in Counter(sizes).items())
+    return f"{counted}, in order {order}"
 
 
 def directory_name(model: str, revision: str | None) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_ssdkv.connector.kv_layout import KVLayout
+from vllm_ssdkv.connector.kv_layout import KVLayout, joined_geometry
 from vllm_ssdkv.connector.worker.block_comparison import (
     MOST_BYTES,
     TOLERANCE,
@@ -123,6 +123,27 @@ def test_the_worst_layer_counts_and_layers_behind_are_not_looked_at() -> None:
     shape = geometry("opaque", torch.float32)
     fewer = BlockComparer(rig.caches[:2], shape, torch.float32, TOKENS, {0})
     assert fewer.deviation(1, rig.frame) == 0
+
+
+def test_layers_of_several_sizes_are_compared_where_they_lie() -> None:
+    """Other types of numbers than the largest layers have, such as an indexer's, are not."""
+    generator, kind = torch.Generator().manual_seed(1), torch.float16
+    wide, narrow = (torch.randn(2, size, generator=generator).to(kind) for size in (3000, 900))
+    other = torch.zeros(2, 500, dtype=torch.uint8)
+    caches = [other, narrow, wide]
+    sizes = [cache[0].nbytes for cache in caches]
+    shape = joined_geometry(sizes)
+    stored = torch.cat([cache[1].view(torch.uint8) for cache in caches]).numpy()
+    frame = np.zeros(shape.frame_bytes, np.uint8)
+    frame[shape.header_bytes :][: len(stored)] = stored
+    comparer = BlockComparer(caches, shape, kind, 10, {1}, None, sizes)
+    other[1] = 255
+    assert comparer.deviation(1, frame) == 0
+    for cache in (narrow, wide):
+        kept = cache[1].clone()
+        cache[1] *= -1
+        assert comparer.deviation(1, frame) > 1
+        cache[1] = kept
 
 
 def test_single_tokens_do_not_count_in_other_layers() -> None:

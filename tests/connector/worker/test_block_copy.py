@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from vllm_ssdkv.base.errors import UnsupportedError
+from vllm_ssdkv.connector.kv_layout import joined_geometry, layer_offsets
 from vllm_ssdkv.connector.worker import device_blocks
 from vllm_ssdkv.connector.worker.block_copy import (
     OpaquePort,
@@ -80,11 +81,12 @@ def test_blocks_of_a_gpu_lie_in_frames_as_those_of_a_cpu(
     found = frames.take(np.array([4, 5, 6], dtype=np.int64), FrameState.HELD)
     OpaquePort(source, geometry, frames).save(ids, wanted, np.zeros(0, dtype=np.uint64))
     page = geometry.page_bytes
-    monkeypatch.setattr(device_blocks, "BUFFER_BYTES", at_once * LAYERS * page)
+    shape = [layer * page for layer in range(LAYERS)], LAYERS * page
+    monkeypatch.setattr(device_blocks, "BUFFER_BYTES", at_once * shape[1])
     begin = geometry.layer_offset(0)
     memory = [torch.from_numpy(frames.view(frame)[begin:]) for frame in found.tolist()]
     lying = [as_it_lies(cache) for cache in source]
-    blocks = DeviceBlocks(lying, page)
+    blocks = DeviceBlocks(lying, *shape)
     assert (blocks._all is not None) is together
     blocks.save(torch.from_numpy(ids), memory)
     for one, other in zip(wanted.tolist(), found.tolist(), strict=True):
@@ -94,16 +96,53 @@ def test_blocks_of_a_gpu_lie_in_frames_as_those_of_a_cpu(
     alone = frames.take(np.array([7, 8, 9], dtype=np.int64), FrameState.HELD)
     for layer in reversed(range(LAYERS)):
         begin = geometry.layer_offset(layer)
-        pages = [frames.view(frame)[begin : begin + page] for frame in alone.tolist()]
+        pages = [frames.view(frame)[begin : begin + payload] for frame in alone.tolist()]
         blocks.save_layer(layer, torch.from_numpy(ids), [torch.from_numpy(one) for one in pages])
     begin = geometry.layer_offset(0)
     for one, other in zip(found.tolist(), alone.tolist(), strict=True):
         np.testing.assert_array_equal(frames.view(one)[begin:], frames.view(other)[begin:])
     to = torch.tensor([1, 4, 3])
-    DeviceBlocks([as_it_lies(cache) for cache in target], page).load(memory, to)
+    DeviceBlocks([as_it_lies(cache) for cache in target], *shape).load(memory, to)
     for old, new in zip(source, target, strict=True):
         assert torch.equal(new[to], old[torch.from_numpy(ids)])
         assert not new[[0, 2, 5]].any()
+    arena.close()
+
+
+def test_layers_of_several_sizes_lie_back_to_back() -> None:
+    """Through a CPU's port, whole and layer by layer, and as of a GPU with tensors of the CPU."""
+    sizes = [12000, 100, 30000, 4096, 500]
+    generator, geometry = torch.Generator().manual_seed(1), joined_geometry(sizes)
+    source = [
+        torch.randint(256, (BLOCKS, size), generator=generator, dtype=torch.uint8) for size in sizes
+    ]
+    arena = Arena(round_up(6 * geometry.frame_bytes, PAGE_ALIGN))
+    frames = FrameCache(arena, 0, geometry.frame_bytes, 6, 10)
+    taken = frames.take(np.arange(6, dtype=np.int64), FrameState.HELD)
+    port = OpaquePort(source, geometry, frames, sizes)
+    ids = np.array([5, 2], dtype=np.int64)
+    port.save(ids, taken[:2], np.zeros(0, dtype=np.uint64))
+    for layer in (3, 0, 4, 1, 2):
+        port.save_layer(layer, ids, taken[2:4])
+    begin = geometry.header_bytes
+    offsets = [offset - begin for offset in layer_offsets(geometry, sizes)]
+    device = DeviceBlocks(source, offsets, geometry.frame_bytes - begin)
+    memory = [torch.from_numpy(frames.view(frame)[begin:]) for frame in taken[4:].tolist()]
+    device.save(torch.from_numpy(ids), memory)
+    for frame, block in zip(taken.tolist(), 3 * ids.tolist(), strict=True):
+        wanted = torch.cat([cache[block] for cache in source]).numpy()
+        np.testing.assert_array_equal(frames.view(frame)[begin : begin + len(wanted)], wanted)
+    for way in ("cpu", "gpu"):
+        target = [torch.zeros_like(cache) for cache in source]
+        to = np.array([1, 4], dtype=np.int64)
+        if way == "cpu":
+            OpaquePort(target, geometry, frames, sizes).load(taken[:2], to)
+        else:
+            blocks = DeviceBlocks(target, offsets, geometry.frame_bytes - begin)
+            blocks.load(memory, torch.from_numpy(to))
+        for old, new in zip(source, target, strict=True):
+            assert torch.equal(new[to], old[ids])
+            assert not new[[0, 2, 3, 5]].any()
     arena.close()
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ssdkv.connector.kv_layout import KVLayout
+from vllm_ssdkv.connector.kv_layout import KVLayout, layer_offsets
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
@@ -105,6 +105,7 @@ class BlockComparer:
         tokens: int,
         token_layers: Container[int],
         reordered: BlockLayout | None = None,
+        layer_bytes: Sequence[int] = (),
     ):
         """
         Args:
@@ -116,12 +117,17 @@ class BlockComparer:
             token_layers: Layers of ``caches`` in which single tokens count.
             reordered: Layout of blocks of which slots have the tokens in another order, for each
                 head (``sparse.token_order``); None: they are where they are in HBM.
+            layer_bytes: :attr:`KVLayout.layer_bytes`. Layers of another type of numbers than the
+                largest are not compared.
         """
         self._caches = caches
         self._tokens, self._token_layers = tokens, token_layers
-        self._geometry = geometry
+        self._geometry, self._layer_bytes = geometry, layer_bytes
+        self._offsets = layer_offsets(geometry, layer_bytes)
         self._reordered = reordered
         self._dtype = dtype
+        kind = max(caches, key=lambda cache: cache[0].nbytes).dtype
+        self._compared = [i for i, cache in enumerate(caches) if cache.dtype == kind]
         self.tolerance = TOLERANCE[dtype]
 
     def deviation(self, block_id: int, frame: NDArray[np.uint8]) -> float:
@@ -134,14 +140,17 @@ class BlockComparer:
         elements of one token moves: at :data:`TOKEN_TOLERANCE` it counts as much as a median at
         the tolerance. Blocks for some milliseconds.
         """
-        return max(self._of_layer(layer, block_id, frame) for layer in range(len(self._caches)))
+        return max(self._of_layer(layer, block_id, frame) for layer in self._compared)
 
     def _of_layer(self, layer: int, block_id: int, frame: NDArray[np.uint8]) -> float:
         geometry = self._geometry
         computed = self._caches[layer][block_id].flatten().cpu().view(torch.uint8)
-        begin = geometry.layer_offset(layer)
-        pages = torch.from_numpy(frame[begin : begin + geometry.layer_bytes])
-        stored = pages.view(-1, geometry.page_bytes)[:, : geometry.payload_bytes].flatten()
+        begin = self._offsets[layer]
+        if self._layer_bytes:
+            stored = torch.from_numpy(frame[begin : begin + self._layer_bytes[layer]])
+        else:
+            pages = torch.from_numpy(frame[begin : begin + geometry.layer_bytes])
+            stored = pages.view(-1, geometry.page_bytes)[:, : geometry.payload_bytes].flatten()
         count = min(len(computed), len(stored))
         one = computed[:count].view(self._dtype).float()
         other = stored[:count].view(self._dtype).float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
 from vllm_ssdkv.base.errors import UnsupportedError
+from vllm_ssdkv.connector.kv_layout import layer_offsets
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.tier import FrameMemory
 
@@ -112,20 +114,36 @@ def check_overlay(caches: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
             )
 
 
-def plain_stretches(caches: Sequence[torch.Tensor], geometry: SlotGeometry) -> _io.Stretches | None:
+def plain_stretches(
+    caches: Sequence[torch.Tensor], geometry: SlotGeometry, layer_bytes: Sequence[int] = ()
+) -> _io.Stretches | None:
     """Copies of :meth:`OpaquePort.load`, where plain copies in memory are all that it does."""
     if caches[0].device.type != "cpu":
         return None
-    base, step, size = _blocks_of(caches)
-    offsets = [geometry.layer_offset(layer) for layer in range(len(caches))]
-    return _io.Stretches(np.array(offsets, np.uint64), size, base, step)
+    page, pieces = geometry.page_bytes, []
+    layers = zip(layer_offsets(geometry, layer_bytes), *_blocks_of(caches), strict=True)
+    for offset, base, step, size in layers:
+        # A page is copied as soon as it is there: where a layer lies in several, so do its pieces.
+        first = page - (offset - geometry.header_bytes) % page
+        cuts = [0, *range(first, int(size), page), int(size)]
+        for begin, end in itertools.pairwise(cuts):
+            pieces.append((offset + begin, end - begin, int(base) + begin, int(step)))
+    return _io.Stretches(*np.array(pieces, np.uint64).T.copy())
 
 
 class OpaquePort:
-    """Reuse mode: a block's bytes as they lie, one page per layer, whatever the backend made."""
+    """Reuse mode: a block's bytes as they lie, layer by layer, whatever the backend made."""
 
-    def __init__(self, caches: Sequence[torch.Tensor], geometry: SlotGeometry, frames: FrameMemory):
-        """Raises UnsupportedError when a block is not one stretch of memory, or on another kind of
+    def __init__(
+        self,
+        caches: Sequence[torch.Tensor],
+        geometry: SlotGeometry,
+        frames: FrameMemory,
+        layer_bytes: Sequence[int] = (),
+    ):
+        """``layer_bytes``: :attr:`KVLayout.layer_bytes`.
+
+        Raises UnsupportedError when a block is not one stretch of memory, or on another kind of
         device than a CPU or a GPU of CUDA or ROCm."""
         self._caches = [as_it_lies(cache) for cache in caches]
         kind = self._caches[0].device.type
@@ -133,9 +151,10 @@ class OpaquePort:
             raise UnsupportedError(
                 f"the KV cache is on a device of type {kind}: use a CPU or a GPU"
             )
-        self._geometry = geometry
         self._frames = frames
-        for cache in self._caches:
+        self._offsets = np.array(layer_offsets(geometry, layer_bytes), np.uint64)
+        most = layer_bytes or [geometry.payload_bytes] * len(caches)
+        for cache, room in zip(self._caches, most, strict=True):
             if not cache[0].is_contiguous():
                 raise UnsupportedError(
                     f"a block of the KV cache is not one stretch of memory (shape "
@@ -143,10 +162,10 @@ class OpaquePort:
                     "--attention-backend"
                 )
             held = cache[0].numel() * cache.itemsize
-            if held > geometry.payload_bytes:
+            if held > room:
                 raise UnsupportedError(
-                    f"a block of a layer has {held} bytes, its KV cache spec says "
-                    f"{geometry.payload_bytes}; this attention backend cannot be stored"
+                    f"a block of a layer has {held} bytes, its KV cache spec says {room}; this "
+                    "attention backend cannot be stored"
                 )
         self._base, self._step, self._size = _blocks_of(self._caches)
         self._on_device: tuple[DeviceBlocks, DeviceBlocks] | None = None
@@ -154,8 +173,10 @@ class OpaquePort:
             from vllm_ssdkv.connector.worker.device_blocks import DeviceBlocks
 
             # The thread of the forward pass saves, or the one of its layers; the loader's loads.
-            page = geometry.page_bytes
-            self._on_device = DeviceBlocks(self._caches, page), DeviceBlocks(self._caches, page)
+            begin, places = geometry.header_bytes, self._offsets.tolist()
+            shape = [place - begin for place in places], geometry.frame_bytes - begin
+            self._on_device = DeviceBlocks(self._caches, *shape), DeviceBlocks(self._caches, *shape)
+        self._begin = geometry.header_bytes
 
     def save(
         self,
@@ -174,15 +195,15 @@ class OpaquePort:
         self, layer: int, block_ids: NDArray[np.int64], frames: NDArray[np.int32]
     ) -> None:
         """See :class:`BlockPort`."""
-        offset = self._geometry.layer_offset(layer)
+        offset, size = int(self._offsets[layer]), int(self._size[layer])
         if self._on_device is None:
             blocks = self._base[layer] + self._step[layer] * block_ids.astype(np.uint64)
             pages = self._frames.address(frames) + np.uint64(offset)
-            _io.copy(blocks, pages, int(self._size[layer]), threads=1)
+            _io.copy(blocks, pages, size, threads=1)
             return
-        views = (self._frames.view(frame)[offset:] for frame in frames.tolist())
-        pages_of_frames = [torch.from_numpy(view[: self._geometry.page_bytes]) for view in views]
-        self._on_device[0].save_layer(layer, torch.from_numpy(block_ids), pages_of_frames)
+        views = (self._frames.view(frame)[offset : offset + size] for frame in frames.tolist())
+        places = [torch.from_numpy(view) for view in views]
+        self._on_device[0].save_layer(layer, torch.from_numpy(block_ids), places)
 
     def load(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
         """See :class:`BlockPort`."""
@@ -193,8 +214,7 @@ class OpaquePort:
 
     def _stretches(self, frames: NDArray[np.int32]) -> list[torch.Tensor]:
         """The pages of these frames."""
-        begin = self._geometry.layer_offset(0)
-        views = (self._frames.view(frame)[begin:] for frame in frames.tolist())
+        views = (self._frames.view(frame)[self._begin :] for frame in frames.tolist())
         return [torch.from_numpy(view) for view in views]
 
     def _blocks(self, block_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -202,10 +222,7 @@ class OpaquePort:
         return (self._base[:, None] + self._step[:, None] * ids[None, :]).ravel()
 
     def _pages(self, frames: NDArray[np.int32]) -> NDArray[np.uint64]:
-        layers = np.array(
-            [self._geometry.layer_offset(i) for i in range(len(self._caches))], dtype=np.uint64
-        )
-        return (layers[:, None] + self._frames.address(frames)[None, :]).ravel()
+        return (self._offsets[:, None] + self._frames.address(frames)[None, :]).ravel()
 
     def _sizes(self, count: int) -> NDArray[np.uint64]:
         return np.repeat(self._size, count)

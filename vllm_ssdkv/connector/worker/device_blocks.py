@@ -24,69 +24,69 @@ class DeviceBlocks:
     object each. Calls return when the bytes are there, and what the thread's stream has to do
     before: where that is the forward pass's, the pass that makes them."""
 
-    def __init__(self, caches: Sequence[torch.Tensor], page_bytes: int):
-        """``caches``: of each layer, [num_blocks, ...], a block being one stretch; ``page_bytes``:
-        from one layer of a block to the next in a frame, a layer's bytes or more."""
+    def __init__(self, caches: Sequence[torch.Tensor], offsets: Sequence[int], block_bytes: int):
+        """
+        Args:
+            caches: Cache of each layer, [num_blocks, ...], a block being one stretch.
+            offsets: Offset of each layer in a frame, behind its header.
+            block_bytes: Bytes of a frame behind its header.
+        """
         self._layers = [cache.flatten(1).view(torch.uint8) for cache in caches]
-        self._all = _as_one(self._layers)
         device = caches[0].device
-        self._at_once = max(1, BUFFER_BYTES // (len(caches) * page_bytes))
-        shape = (self._at_once, len(caches), page_bytes)
+        self._at_once = max(1, BUFFER_BYTES // block_bytes)
+        shape = (self._at_once, block_bytes)
         self._buffer = torch.zeros(shape, dtype=torch.uint8, device=device)
+        ends = (begin + layer.shape[1] for begin, layer in zip(offsets, self._layers, strict=True))
+        self._parts = [self._buffer[:, begin:end] for begin, end in zip(offsets, ends, strict=True)]
+        self._all, self._all_parts = _as_one(self._layers), _as_one(self._parts)
 
     def save(self, block_ids: torch.Tensor, frames: Sequence[torch.Tensor]) -> None:
-        """Copy blocks [n] into the pages of as many frames, [layers * page_bytes], uint8."""
+        """Copy blocks [n] into as many frames behind their headers, [block_bytes], uint8."""
         for first in range(0, len(frames), self._at_once):
             part = frames[first : first + self._at_once]
             self._gather(block_ids[first : first + len(part)])
             for block, frame in zip(self._buffer, part, strict=False):
-                frame.copy_(block.view(-1), non_blocking=True)
+                frame.copy_(block, non_blocking=True)
         wait_for(self._buffer.device)
 
     def save_layer(
-        self, layer: int, block_ids: torch.Tensor, pages: Sequence[torch.Tensor]
+        self, layer: int, block_ids: torch.Tensor, places: Sequence[torch.Tensor]
     ) -> None:
-        """Copy one layer of blocks [n] into as many pages of frames, [page_bytes], uint8."""
+        """Copy one layer of blocks [n] to as many places in frames, [bytes of the layer], uint8."""
         cache = self._layers[layer]
-        size = cache.shape[1]
-        rows = self._buffer.view(-1, self._buffer.shape[2])
-        for first in range(0, len(pages), len(rows)):
-            part = pages[first : first + len(rows)]
-            index = block_ids[first : first + len(part)].to(rows.device)
-            rows[: len(part), :size] = cache.index_select(0, index)
-            rows[: len(part), size:] = 0  # another layer's may be longer
-            for row, page in zip(rows, part, strict=False):
-                page.copy_(row, non_blocking=True)
-        wait_for(rows.device)
+        at_once = max(1, BUFFER_BYTES // cache.shape[1])
+        for first in range(0, len(places), at_once):
+            index = block_ids[first : first + at_once].to(cache.device)
+            for row, place in zip(cache.index_select(0, index), places[first:], strict=False):
+                place.copy_(row, non_blocking=True)
+        wait_for(cache.device)
 
     def load(self, frames: Sequence[torch.Tensor], block_ids: torch.Tensor) -> None:
-        """Copy the pages of frames into blocks [n]."""
+        """Copy frames, behind their headers, into blocks [n]."""
         for first in range(0, len(frames), self._at_once):
             part = frames[first : first + self._at_once]
             for block, frame in zip(self._buffer, part, strict=False):
-                block.view(-1).copy_(frame, non_blocking=True)
+                block.copy_(frame, non_blocking=True)
             self._scatter(block_ids[first : first + len(part)])
         wait_for(self._buffer.device)
 
     def _gather(self, block_ids: torch.Tensor) -> None:
         index = block_ids.to(self._buffer.device)
         count = len(index)
-        if self._all is not None:
-            size = self._all.shape[2]
-            self._buffer[:count, :, :size] = self._all.index_select(1, index).transpose(0, 1)
+        if self._all is not None and self._all_parts is not None:
+            self._all_parts[:, :count] = self._all.index_select(1, index)
             return
-        for layer, cache in enumerate(self._layers):
-            self._buffer[:count, layer, : cache.shape[1]] = cache.index_select(0, index)
+        for part, cache in zip(self._parts, self._layers, strict=True):
+            part[:count] = cache.index_select(0, index)
 
     def _scatter(self, block_ids: torch.Tensor) -> None:
         index = block_ids.to(self._buffer.device)
         count = len(index)
-        if self._all is not None:
-            size = self._all.shape[2]
-            self._all.index_copy_(1, index, self._buffer[:count, :, :size].transpose(0, 1))
+        if self._all is not None and self._all_parts is not None:
+            self._all.index_copy_(1, index, self._all_parts[:, :count])
             return
-        for layer, cache in enumerate(self._layers):
-            cache.index_copy_(0, index, self._buffer[:count, layer, : cache.shape[1]])
+        for part, cache in zip(self._parts, self._layers, strict=True):
+            cache.index_copy_(0, index, part[:count])
 
 
 def _as_one(layers: Sequence[torch.Tensor]) -> torch.Tensor | None:

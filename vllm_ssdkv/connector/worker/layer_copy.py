@@ -96,7 +96,8 @@ class LayerCopier:
         self._deadline_s = deadline_s
         self._counters = counters
         self._device = device
-        self._block_bytes = layout.geometry.pages_per_layer * layout.geometry.payload_bytes
+        whole = layout.geometry.kv_pages * layout.geometry.payload_bytes
+        self._block_bytes = whole // len(layout.layer_names)
         groups = (layout.layer_names, *layout.overlaid)
         self._places = {name: i for group in groups for i, name in enumerate(group)}
         self._names = Counter(self._places.values())

@@ -162,14 +162,16 @@ class SSDKVWorker:
         for group in self.layout.overlaid:
             check_overlay(caches, [self._blocks(kv_caches[name]) for name in group])
         self._fence = StreamFence(caches[0].device)
+        geometry, sizes = self.layout.geometry, self.layout.layer_bytes
         plain = self.config.mode == "reuse"
+        stretches = plain_stretches(caches, geometry, sizes) if plain else None
         store = self._store = self._opened.start(
             StoreWork(
                 self.config,
                 self.layout.block_tokens,
                 self._copy_in,
                 self._summarizer(),
-                plain_stretches(caches, self.layout.geometry) if plain else None,
+                stretches,
             )
         )
         self._loads = Loads(
@@ -186,16 +188,13 @@ class SSDKVWorker:
             self.paged = self._open_page_mode(caches[0].device)
             port = self._port_in = self.paged.port(caches)
         else:
-            geometry = self.layout.geometry
-            port = self._port_in = OpaquePort(caches, geometry, store.save_frames)
+            port = self._port_in = OpaquePort(caches, geometry, store.save_frames, sizes)
             if store.load_frames is not store.save_frames:
-                self._port_in = OpaquePort(caches, geometry, store.load_frames)
+                self._port_in = OpaquePort(caches, geometry, store.load_frames, sizes)
         self.layers = LayerCopier(
             port, self.layout, caches[0].device, self._layer_deadline(), self.counters
         )
-        self._saves = Saves(
-            store, port, self.layers, self.layout.geometry, self.counters, self.paged
-        )
+        self._saves = Saves(store, port, self.layers, geometry, self.counters, self.paged)
 
     def _block_comparer(self, caches: Sequence[torch.Tensor]) -> BlockComparer | None:
         """Make the comparer of blocks of the chain in these caches; None: their dtype allows no
@@ -214,6 +213,7 @@ class SSDKVWorker:
             if layout.padded
             else layers_of_tokens(layout.chain_layers, routed=self._binding.routed),
             block_layout(layout, self.config.page_tokens) if self.config.orders_tokens else None,
+            layout.layer_bytes,
         )
 
     def _layer_deadline(self) -> float:

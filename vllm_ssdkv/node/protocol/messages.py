@@ -79,7 +79,7 @@ class StoreSpec(Message, frozen=True):
 
     Attributes:
         fingerprint: Fields of the store's fingerprint.
-        layers: Layers of a slot, each of which is one page of an opaque slot.
+        layers: Pages of an opaque slot, each of which is one layer or a stretch of them.
         payload_bytes: Bytes of a page that are used.
         ranks: Workers of the engine; each has data files of its own.
         block_tokens: Tokens of a slot.

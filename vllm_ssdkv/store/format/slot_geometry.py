@@ -105,9 +105,10 @@ class SlotGeometry:
     What is before the tail is what a frame in DRAM holds: the tail can be made from it.
 
     Attributes:
-        kind: ``opaque``: one page holds one layer's block as vLLM laid it out. ``paged``: one page
-            holds K, then V, of ``page_tokens`` tokens of one KV head and layer.
-        layers: Attention layers whose KV a slot holds.
+        kind: ``opaque``: one page holds one layer's block as vLLM laid it out, or, where layers are
+            of several sizes, a stretch of them. ``paged``: one page holds K, then V, of
+            ``page_tokens`` tokens of one KV head and layer.
+        layers: Attention layers whose KV a slot holds; of stretches their number.
         heads: KV heads of this rank; 1 for ``opaque``.
         groups: Pages per head and layer, that is block size over page tokens; 1 for ``opaque``.
         payload_bytes: Bytes used in each page. The rest up to :attr:`page_bytes` is padding,
