@@ -157,6 +157,21 @@ class PageCache:
     def evictions(self) -> int: ...
     def asked(self) -> int: ...
 
+def pin_rows(
+    slots: NDArray[np.int64],
+    row_of: NDArray[np.int32],
+    pins: NDArray[np.int32],
+    used: NDArray[np.int64],
+    now: int,
+) -> NDArray[np.int32]:
+    """Row of each slot, [n], or -1, which is pinned once more in ``pins`` and used ``now``.
+
+    Raises IndexError, and changes nothing, for slots and rows that do not exist.
+    """
+
+def unpin_rows(rows: NDArray[np.int32], pins: NDArray[np.int32]) -> None:
+    """End one pin of each of these rows; -1 is skipped."""
+
 def locate(
     first: NDArray[np.int32],
     slots: NDArray[np.int64],

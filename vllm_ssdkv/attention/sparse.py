@@ -345,7 +345,7 @@ class SparseDecode:
             now.token,
             now.position,
             contexts.frame_address,
-            contexts.shared_slots(),
+            contexts.shared_slots,
             groups,
             contexts.tables,
             contexts.slots,

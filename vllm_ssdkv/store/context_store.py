@@ -16,6 +16,7 @@ from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
 from vllm_ssdkv.store.io.buffer_pool import BufferPool
 from vllm_ssdkv.store.memory.device_memory import DeviceMemory
 from vllm_ssdkv.store.memory.memory_plan import MemoryPlan, PageEvictionPolicy
+from vllm_ssdkv.store.read.context_frames import NO_SLOTS
 from vllm_ssdkv.store.read.context_stream import ContextStream
 from vllm_ssdkv.store.read.gpu_pages import GpuPageCache
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
@@ -24,8 +25,6 @@ from vllm_ssdkv.store.read.peer_path import ReadPath
 from vllm_ssdkv.store.read.selected_context import SelectedContexts
 from vllm_ssdkv.store.tiered_store import TieredStore
 from vllm_ssdkv.store.write.summary_builder import SummaryBuilder
-
-_NO_SLOTS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 _LEAST_ROOM = 8
 """Frames that must be free for running contexts' blocks to be brought in, unless fewer do."""
@@ -46,6 +45,9 @@ class ContextStore(TieredStore):
         """Absolute addresses of memory for tails, [n], which the thread of the forward pass may use
         until its next call; none where slots have no tail."""
         self._contexts: dict[str, NDArray[np.int64]] = {}
+        self._before: dict[str, NDArray[np.int64]] = {}
+        """First slots of each of them, as :meth:`contexts` was asked for last."""
+        self._chosen: SelectedContexts | None = None
         self._stream: ContextStream | None = None
         self._x_stream: ContextStream | None = None
         self._staging = BufferPool(0, geometry.layer_bytes, plan.staging_pieces)
@@ -161,7 +163,7 @@ class ContextStore(TieredStore):
         """
         if start == 0:
             self.drop_context(request_id)
-        known = self._contexts.get(request_id, _NO_SLOTS)
+        known = self._contexts.get(request_id, NO_SLOTS)
         if start != len(known):
             raise ValueError(
                 f"blocks of request {request_id} from {start} on cannot follow {len(known)}"
@@ -171,17 +173,34 @@ class ContextStore(TieredStore):
 
     def drop_context(self, request_id: str) -> None:
         """The request does not run any more."""
+        self._before.pop(request_id, None)
         slots = self._contexts.pop(request_id, None)
         if slots is not None:
             self._seals.release(self.frames.release_references(slots))
 
     def context_from(self, request_id: str, block: int) -> NDArray[np.int64]:
         """Slots of a request's blocks from ``block`` on, as far as they are known."""
-        return self._contexts.get(request_id, _NO_SLOTS)[block:]
+        return self._contexts.get(request_id, NO_SLOTS)[block:]
+
+    def contexts(
+        self, request_ids: Sequence[str], blocks: Sequence[int]
+    ) -> list[NDArray[np.int64]]:
+        """Slots of the first ``blocks`` of these requests, or of fewer, as far as they are known.
+        The same arrays as in the step before, for as long as the slots are the same."""
+        found: list[NDArray[np.int64]] = []
+        for request_id, count in zip(request_ids, blocks, strict=True):
+            known = self._before.get(request_id, NO_SLOTS)
+            if len(known) != count:
+                whole = self._contexts.get(request_id, NO_SLOTS)
+                known = whole[:count]
+                if len(known) == count:  # else there will be more
+                    self._before[request_id] = known
+            found.append(known)
+        return found
 
     def whole_contexts(self, request_ids: Sequence[str]) -> list[NDArray[np.int64]]:
         """Slots of all blocks of these requests, as far as they are known."""
-        return [self._contexts.get(request_id, _NO_SLOTS) for request_id in request_ids]
+        return [self._contexts.get(request_id, NO_SLOTS) for request_id in request_ids]
 
     def stream(
         self,
@@ -210,6 +229,7 @@ class ContextStore(TieredStore):
             dense_layers,
             layers,
             peer=peer,
+            latest=self._stream,
             elsewhere=elsewhere,
         )
         return self._stream
@@ -241,6 +261,7 @@ class ContextStore(TieredStore):
             contexts,
             layers=layers,
             pages=self._x_pages,
+            latest=self._x_stream,
         )
         return self._x_stream
 
@@ -272,7 +293,7 @@ class ContextStore(TieredStore):
         self._pages.step(self.files.speed.rates())
         if self._hot is not None:
             self._hot.step()
-        return SelectedContexts(
+        self._chosen = SelectedContexts(
             self.files.geometry,
             self.frames,
             self._summaries,
@@ -282,7 +303,9 @@ class ContextStore(TieredStore):
             contexts,
             rows,
             self._hot,
+            self._chosen,
         )
+        return self._chosen
 
     # ---- what a store does, with contexts ----
 

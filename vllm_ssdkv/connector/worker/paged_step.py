@@ -34,6 +34,7 @@ from vllm_ssdkv.sparse.context_clusters import ContextClusters
 from vllm_ssdkv.sparse.prefetch import Prefetcher
 from vllm_ssdkv.sparse.protocol import Selector
 from vllm_ssdkv.store.context_store import ContextStore
+from vllm_ssdkv.store.read.context_frames import NO_SLOTS
 from vllm_ssdkv.store.read.context_stream import ContextStream
 
 OFFLOADED_TOKENS: Final = 16
@@ -71,15 +72,13 @@ class PagedStep:
         self._geometry = layout.geometry
         self._token_bytes = 2 * layout.head_size * layout.dtype.itemsize
         self.clock: StepClock = AttentionClock()
-        none = np.zeros(0, dtype=np.int64)
-        contexts = store.whole_contexts(self._requests)
+        before = [row.hbm_start if context_layers else 0 for row in self._rows]
+        contexts = store.contexts(self._requests, before)
         self._hopeless: set[int] = set()
         for i, row in enumerate(self._rows):
-            before = row.hbm_start if context_layers else 0
-            if row.request_id in poisoned or len(contexts[i]) < before:
+            if row.request_id in poisoned or len(contexts[i]) < before[i]:
                 self._hopeless.add(i)
-                before = 0
-            contexts[i] = contexts[i][:before]
+                contexts[i] = NO_SLOTS
         self._offloader = offloader
         tokens = [row.tokens for row in self._rows]
         self._near = None
@@ -124,9 +123,9 @@ class PagedStep:
         self._x_stream: ContextStream | None = None
         as_x = [row.as_x for row in self._rows]
         if any(as_x):
-            theirs = [c if x else none for c, x in zip(contexts, as_x, strict=True)]
+            theirs = [c if x else NO_SLOTS for c, x in zip(contexts, as_x, strict=True)]
             self._x_stream = store.stream_x(theirs, context_layers)
-            contexts = [none if x else c for c, x in zip(contexts, as_x, strict=True)]
+            contexts = [NO_SLOTS if x else c for c, x in zip(contexts, as_x, strict=True)]
         self.plans: dict[int, tuple[RowBatch, DecodePlan | None]] = {}
         """Batches that :meth:`plan` has planned for, by their identity, with their plans."""
         peer = None if self._near is None else self._near.device.peer

@@ -14,10 +14,18 @@ template <class T>
 using ArrayIn =
     nanobind::ndarray<const T, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
 template <class T>
+using ArrayInOut =
+    nanobind::ndarray<T, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+template <class T>
 using ArrayOut = nanobind::ndarray<nanobind::numpy, T, nanobind::ndim<1>>;
 
 template <class T>
 std::span<const T> span(const ArrayIn<T>& array) {
+  return {array.data(), array.shape(0)};
+}
+
+template <class T>
+std::span<T> span(ArrayInOut<T>& array) {
   return {array.data(), array.shape(0)};
 }
 

@@ -8,6 +8,7 @@
 #include "base/unlocked.hpp"
 #include "cache/page_cache.hpp"
 #include "cache/page_lookup.hpp"
+#include "cache/row_pins.hpp"
 #include "io/bindings.hpp"
 
 namespace nb = nanobind;
@@ -159,6 +160,21 @@ void bind_page_cache(nb::module_& m) {
       },
       "first"_a.noconvert(), "slots"_a.noconvert(), "frames"_a.noconvert(), "pages"_a.noconvert(),
       "begin"_a.noconvert(), "heads"_a, "groups"_a, "page_tokens"_a, "first_page"_a);
+
+  m.def(
+      "pin_rows",
+      [](const ArrayIn<int64_t>& slots, const ArrayIn<int32_t>& row_of, ArrayInOut<int32_t> pins,
+         ArrayInOut<int64_t> used, int64_t now) {
+        return to_numpy(pin_rows(span(slots), span(row_of), span(pins), span(used), now));
+      },
+      "slots"_a.noconvert(), "row_of"_a.noconvert(), "pins"_a.noconvert(), "used"_a.noconvert(),
+      "now"_a);
+  m.def(
+      "unpin_rows",
+      [](const ArrayIn<int32_t>& rows, ArrayInOut<int32_t> pins) {
+        unpin_rows(span(rows), span(pins));
+      },
+      "rows"_a.noconvert(), "pins"_a.noconvert());
 }
 
 }  // namespace ssdkv

@@ -26,9 +26,6 @@ from vllm_ssdkv.store.memory.summary_rows import ROW_ALIGN, channel_bytes, row_b
 
 NO_ROW = -1
 
-_ONE: Final = np.int32(1)
-"""A number of the counts' own type: with another one ``ufunc.at`` takes eighty times as long."""
-
 _FEW: Final = 16
 """Rows that are looked for one by one, as each block of a decoding request is: partitioning takes
 as long as some hundred minima where most rows are empty."""
@@ -190,16 +187,13 @@ class SummaryTable:
     def pin(self, slots: NDArray[np.int64]) -> NDArray[np.int32]:
         """Row of each slot, [n], or ``NO_ROW``; rows stay until :meth:`unpin`."""
         with self._lock:
-            rows = self._row_of[slots]
-            here = rows[rows != NO_ROW]
-            np.add.at(self._pins, here.astype(np.intp), _ONE)
-            self._used[here] = self._clock = self._clock + 1
-            return rows
+            self._clock += 1
+            return _io.pin_rows(slots, self._row_of, self._pins, self._used, self._clock)
 
     def unpin(self, rows: NDArray[np.int32]) -> None:
         """End the use of pinned rows; ``NO_ROW`` entries are skipped."""
         with self._lock:
-            np.subtract.at(self._pins, rows[rows != NO_ROW].astype(np.intp), _ONE)
+            _io.unpin_rows(rows, self._pins)
 
     def address(self, rows: NDArray[np.int32], layer: int) -> NDArray[np.uint64]:
         """Absolute address of a layer's records in each row, ``[heads, groups, 2, head_size]``."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache, count_distinct
+from vllm_ssdkv.store.cache.frames import FrameCache, count_distinct
 from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
 from vllm_ssdkv.store.io.async_verifier import AsyncVerifier
 from vllm_ssdkv.store.io.buffer_pool import BufferPool
@@ -32,6 +32,7 @@ from vllm_ssdkv.store.io.digest_source import SlotExtents, TableDigests
 from vllm_ssdkv.store.io.slot_io import SlotIO
 from vllm_ssdkv.store.io.verified_read import VerifiedRead
 from vllm_ssdkv.store.memory.memory_plan import CHUNKS
+from vllm_ssdkv.store.read.context_frames import NO_SLOTS, ContextFrames
 from vllm_ssdkv.store.read.peer_path import ReadPath
 
 logger = logging.getLogger(__name__)
@@ -146,6 +147,42 @@ class _Walk:
     cuts: dict[float | None, tuple[Part, Part]] = field(default_factory=dict)
     """Parts by a device's share; a step has one."""
 
+    @classmethod
+    def over(
+        cls,
+        held: ContextFrames,
+        row: NDArray[np.int32],
+        index: NDArray[np.int64],
+        which: NDArray[np.int64],
+        per_chunk: int,
+    ) -> _Walk:
+        """Walk over blocks ``which``, ascending, of all blocks of the step. All other arrays have
+        one element for each of these: its row, and its index in its request."""
+        rows, slots = len(held.begin), held.slots
+        if not len(which):  # as where all rows choose
+            edge = np.zeros(rows, dtype=np.int32)
+            nowhere = np.zeros(0, dtype=np.uint64)
+            part = Part(nowhere, slots[:0], edge, edge, slots[:0], False, 0, 0)
+            return cls(part, [], 0, Away(slots[:0], row[:0]))
+        here = held.framed[which]
+        resident, away = (which, which[:0]) if here.all() else (which[here], which[~here])
+        blocks = _Chunk.of(slots[away], index[away], row[away])
+        every = np.arange(len(blocks.slots))
+        distinct = count_distinct(held.frames[resident]) if rows > 1 else len(resident)
+        whole = Part(
+            held.address[resident],
+            index[resident],
+            *_by_row(row[resident], rows),
+            slots[resident],
+            len(away) > 0,
+            distinct + len(blocks.slots),
+            len(which),
+        )
+        chunks = [
+            blocks.part(every[i : i + per_chunk]) for i in range(0, len(every), per_chunk or 1)
+        ]
+        return cls(whole, chunks, distinct, Away(slots[away], row[away]))
+
     def part(self, frames: slice, *, arriving: bool) -> Part:
         """Some of the blocks with a frame, with all others or none."""
         whole = self.whole
@@ -180,6 +217,55 @@ class _Walk:
                 self.part(slice(0, first), arriving=not arriving),
             )
         return self.cuts[share]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Rows that take part in each layer; see :class:`ContextStream`. ``per_chunk``: blocks of a
+    chunk, at most."""
+
+    sparse: tuple[int, ...]
+    dense_layers: int
+    layers: Sequence[int] | None
+    per_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class _StepWalks:
+    """Walks of all layers over contexts with these ``frames``.
+
+    Attributes:
+        in_dram, on_ssd: Distinct blocks of all layers, with a frame and without.
+    """
+
+    frames: ContextFrames
+    kind: _Kind
+    of_layer: list[_Walk]
+    in_dram: int
+    on_ssd: int
+
+    @classmethod
+    def of(cls, held: ContextFrames, kind: _Kind, every: int) -> _StepWalks:
+        """Walks of so many layers."""
+        layers = range(every) if kind.layers is None else kind.layers
+        lengths = held.end - held.begin
+        row = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        index = np.arange(len(row)) - np.repeat(held.begin, lengths)
+
+        def walk(which: NDArray[np.int64]) -> _Walk:
+            return _Walk.over(held, row, index, which, kind.per_chunk)
+
+        walks = [walk(np.arange(len(row)))] * every
+        if len(layers) < every:
+            nothing = walk(np.zeros(0, dtype=np.int64))
+            for layer in set(range(every)).difference(layers):
+                walks[layer] = nothing
+        if kind.sparse and kind.dense_layers:
+            exact = walk(np.flatnonzero(~np.isin(row, kind.sparse)))
+            for layer in layers[kind.dense_layers :]:
+                walks[layer] = exact
+        on_ssd = sum(len(chunk.slots) for one in walks for chunk in one.chunks)
+        return cls(held, kind, walks, sum([one.frames for one in walks]), on_ssd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +308,7 @@ class ContextStream:
         layers: Sequence[int] | None = None,
         pages: int | None = None,
         peer: ReadPath | None = None,
+        latest: ContextStream | None = None,
         *,
         elsewhere: bool = False,
     ):
@@ -230,8 +317,9 @@ class ContextStream:
         ascending (default: in all), those of rows in ``sparse`` in the first ``dense_layers`` of
         them only. Of each block's layer its first ``pages`` are read (default: all). With a
         ``peer`` what is read from devices goes its way, for the device that attends to all of it;
-        see :meth:`come_checked`. ``elsewhere``: what has no frame is attended to where it lies, and
-        is read if :meth:`bring` asks for it."""
+        see :meth:`come_checked`. ``latest``: of the step before, whose walks serve this one where
+        nothing has changed. ``elsewhere``: what has no frame is attended to where it lies, and is
+        read if :meth:`bring` asks for it."""
         self._host = ReadPath(files, files.codec, staging, frames.arena.address)
         self._peer = peer
         self._refused = False
@@ -248,74 +336,36 @@ class ContextStream:
         self.unread: list[int] = []
         """Slots that could not be read, and may be later."""
         if sparse and not dense_layers:
-            skipped, none = set(sparse), np.zeros(0, dtype=np.int64)
-            contexts = [none if i in skipped else slots for i, slots in enumerate(contexts)]
-        lengths = [len(c) for c in contexts]
-        slots = np.concatenate([*contexts, np.zeros(0, dtype=np.int64)]).astype(np.int64)
-        row = np.repeat(np.arange(len(contexts), dtype=np.int32), lengths)
-        index = np.arange(len(slots)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        every = files.geometry.layers
-        layers = range(every) if layers is None else layers
-        self._borrowed = frames.borrow(slots)
-        pieces = min(path.staging.usable() for path in (self._host, peer or self._host))
-        per_chunk = max(1, pieces // CHUNKS)
-        walk = self._walk(slots, index, row, np.arange(len(slots)), per_chunk)
-        self._walks = [walk] * every
-        if len(layers) < every:
-            nothing = self._walk(slots, index, row, np.zeros(0, dtype=np.int64), per_chunk)
-            for layer in set(range(every)).difference(layers):
-                self._walks[layer] = nothing
-        if sparse and dense_layers:
-            which = np.flatnonzero(~np.isin(row, list(sparse)))
-            exact = self._walk(slots, index, row, which, per_chunk)
-            for layer in layers[dense_layers:]:
-                self._walks[layer] = exact
-        self.pages_in_dram = sum([w.frames for w in self._walks]) * self._pages
+            skipped = set(sparse)
+            contexts = [NO_SLOTS if i in skipped else slots for i, slots in enumerate(contexts)]
+            sparse = ()
+        known: _StepWalks | None = None if latest is None else latest._step
+        held = ContextFrames.borrow(frames, contexts, None if known is None else known.frames)
+        per_chunk = 0
+        if not held.in_frames:
+            pieces = min(path.staging.usable() for path in (self._host, peer or self._host))
+            per_chunk = max(1, pieces // CHUNKS)
+        kind = _Kind(tuple(sparse), dense_layers, layers, per_chunk)
+        if known is None or known.frames is not held or known.kind != kind:
+            known = _StepWalks.of(held, kind, files.geometry.layers)
+        self._step: _StepWalks = known
+        self._walks = known.of_layer
+        self.pages_in_dram = known.in_dram * self._pages
         """Pages of the step's contexts in DRAM; those that rows share count once."""
-        self.pages_on_ssd = sum(len(c.slots) for w in self._walks for c in w.chunks) * self._pages
+        self.pages_on_ssd = known.on_ssd * self._pages
         """Likewise on devices, when the step began."""
         self.pages_used = 0
         """Of those, pages that have been read, and are right."""
         self._todo = collections.deque(
-            [(i, chunk) for i, w in enumerate(self._walks) if not elsewhere for chunk in w.chunks]
+            []
+            if elsewhere or self.in_frames
+            else [(i, chunk) for i, walk in enumerate(self._walks) for chunk in walk.chunks]
         )
         """Layer and chunk of the reads to start, in the order in which they are needed."""
         self._reads: collections.deque[_Read] = collections.deque()
         self._attended: _Read | None = None
         """The chunk behind the latest piece."""
         self._read_ahead()
-
-    def _walk(
-        self,
-        slots: NDArray[np.int64],
-        index: NDArray[np.int64],
-        row: NDArray[np.int32],
-        which: NDArray[np.int64],
-        per_chunk: int,
-    ) -> _Walk:
-        """Walk over blocks ``which``, ascending, of all blocks of the step."""
-        if not len(which):  # as where all rows choose
-            edge = np.zeros(self._rows, dtype=np.int32)
-            nowhere = np.zeros(0, dtype=np.uint64)
-            part = Part(nowhere, slots[:0], edge, edge, slots[:0], False, 0, 0)
-            return _Walk(part, [], 0, Away(slots[:0], row[:0]))
-        here = self._borrowed[which] != NO_FRAME
-        resident, away = (which, which[:0]) if here.all() else (which[here], which[~here])
-        blocks = _Chunk.of(slots[away], index[away], row[away])
-        every = np.arange(len(blocks.slots))
-        frames = self._borrowed[resident]
-        distinct = count_distinct(frames) if self._rows > 1 else len(resident)
-        whole = Part(
-            self._frames.address(frames),
-            index[resident],
-            *_by_row(row[resident], self._rows),
-            slots[resident],
-            len(away) > 0,
-            distinct + len(blocks.slots),
-            len(which),
-        )
-        chunks = [blocks.part(every[i : i + per_chunk]) for i in range(0, len(every), per_chunk)]
-        return _Walk(whole, chunks, distinct, Away(slots[away], row[away]))
 
     @property
     def in_frames(self) -> bool:
@@ -440,13 +490,14 @@ class ContextStream:
 
     def close(self) -> None:
         """End the step: its memory goes back, that of reads in flight when they end."""
+        if self.closed:
+            return
         self.closed = True
         self._end_piece()
         for read in self._reads:
             self._give_back(read)
         self._reads.clear()
-        self._frames.give_back(self._borrowed)
-        self._borrowed = self._borrowed[:0]
+        self._frames.give_back(self._step.frames.frames)
 
     # ---- reading ----
 

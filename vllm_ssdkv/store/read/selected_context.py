@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
-from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache, count_distinct
+from vllm_ssdkv.store.cache.frames import FrameCache
 from vllm_ssdkv.store.cache.selected_pages import Asked, Pages
 from vllm_ssdkv.store.cache.summaries import NO_ROW, SummaryTable
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.summary_rows import channel_bytes
+from vllm_ssdkv.store.read.context_frames import ContextFrames
 from vllm_ssdkv.store.read.gpu_pages import GpuFetch, GpuPageCache
 from vllm_ssdkv.store.read.page_fetcher import Fetch, PageFetcher
 from vllm_ssdkv.store.write.summary_builder import SummaryBuilder
@@ -68,8 +69,7 @@ class SelectedContexts:
         rows: Numbers of the rows, as the step numbers them, ascending, int64 [S].
         begin, end: Blocks of each row in ``slots``, int32 [S].
         slots: Slots of all blocks, row after row, int64 [B].
-        framed: Whether each block has a frame in DRAM, bool [B].
-        in_frames: Whether all have: no page of KV is read.
+        in_frames: Whether all have a frame in DRAM: no page of KV is read.
         left_out: Rows for whose summaries DRAM has no room: they must attend to everything.
         poisoned: Rows whose output must be thrown away.
         bad: Slots with wrong bytes, or that are given up.
@@ -90,10 +90,12 @@ class SelectedContexts:
         contexts: Sequence[NDArray[np.int64]],
         rows: Sequence[int],
         hot: GpuPageCache | None = None,
+        latest: SelectedContexts | None = None,
     ):
         """``contexts[r]`` are the slots of row r's blocks before its window; ``rows`` choose.
         ``tails``: absolute addresses of memory for some tails, [n]. ``hot``: pages in the memory of
-        the device that attends, where it has its own.
+        the device that attends, where it has its own. ``latest``: of the step before, whose
+        arrays serve this one where nothing has changed.
 
         Blocks while summaries that DRAM does not have are read, with the deadline of I/O.
         """
@@ -114,10 +116,11 @@ class SelectedContexts:
         self.unread: list[int] = []
         self.left_out: set[int] = set()
         self._alive: NDArray[np.int64] | None = None
-        self._borrowed = np.zeros(0, dtype=np.int32)
-        self._summary_rows = np.zeros(0, dtype=np.int32)
+        self._records: NDArray[np.uint64] | None = None
+        """Addresses of layer 0."""
+        self._closed = False
         self._choose_rows(contexts, rows)
-        self._look_up(contexts)
+        self._look_up(contexts, latest)
 
     def _choose_rows(self, contexts: Sequence[NDArray[np.int64]], rows: Sequence[int]) -> None:
         """As many rows as there is room for summaries, in order."""
@@ -135,31 +138,30 @@ class SelectedContexts:
             kept.append(row)
         self.rows = np.array(kept, dtype=np.int64)
 
-    def _look_up(self, contexts: Sequence[NDArray[np.int64]]) -> None:
-        lengths = [len(contexts[row]) for row in self.rows.tolist()]
-        edges = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        self.begin, self.end = edges[:-1], edges[1:]
+    def _look_up(
+        self, contexts: Sequence[NDArray[np.int64]], latest: SelectedContexts | None
+    ) -> None:
         parts = [contexts[row] for row in self.rows.tolist()]
-        self.slots = np.concatenate([*parts, np.zeros(0, dtype=np.int64)]).astype(np.int64)
-        self._borrowed = self._frames.borrow(self.slots)
-        self.framed = self._borrowed != NO_FRAME
-        self.in_frames = bool(self.framed.all())
-        if self.in_frames:
-            self._frame_address = self._frames.address(self._borrowed)
-        else:
-            self._frame_address = np.zeros(len(self.slots), dtype=np.uint64)
-            self._frame_address[self.framed] = self._frames.address(self._borrowed[self.framed])
-        self._summary_rows = self._summaries.pin(self.slots)
-        missing = self._summary_rows == NO_ROW
+        known: ContextFrames | None = None if latest is None else latest._held
+        self._held: ContextFrames = ContextFrames.borrow(self._frames, parts, known)
+        held = self._held
+        self.slots, self.begin, self.end = held.slots, held.begin, held.end
+        self.in_frames = held.in_frames
+        rows = self._summary_rows = self._summaries.pin(self.slots)
+        if latest is not None and np.array_equal(rows, latest._summary_rows):
+            self._records = latest._records
+        missing = rows == NO_ROW
         if missing.any():
+            self._records = None
             self._bring_summaries(np.flatnonzero(missing))
 
     def _bring_summaries(self, which: NDArray[np.int64]) -> None:
         """Fill in the summaries of blocks ``which``: from their frames, or from their tails."""
         _, first = np.unique(self.slots[which], return_index=True)
         distinct = which[first]
-        self._make_summaries(distinct[self.framed[distinct]])
-        self._read_summaries(distinct[~self.framed[distinct]])
+        framed = self.framed[distinct]
+        self._make_summaries(distinct[framed])
+        self._read_summaries(distinct[~framed])
         rows = self._summaries.pin(self.slots[which])
         self._summary_rows[which] = rows
         self.bad += self._fetcher.take_bad()
@@ -171,7 +173,7 @@ class SelectedContexts:
         for start in range(0, len(blocks), len(self._tails)):
             part = blocks[start : start + len(self._tails)]
             tails = self._tails[: len(part)]
-            self._summarizer.make_tails(self._frame_address[part], tails)
+            self._summarizer.make_tails(self.frame_address[part], tails)
             self._summaries.put_tails(self.slots[part], tails)
         self.fetched_summaries.frame += len(blocks) * len(self._summaries.pages)
 
@@ -190,7 +192,9 @@ class SelectedContexts:
 
     def page_records(self, layer: int) -> NDArray[np.uint64]:
         """Address of every block's records of its pages of a layer, [B]."""
-        return self._summaries.address(self._summary_rows, layer)
+        if self._records is None:
+            self._records = self._summaries.address(self._summary_rows, 0)
+        return self._records + np.uint64(layer * self.record_bytes) if layer else self._records
 
     @property
     def record_bytes(self) -> int:
@@ -210,13 +214,17 @@ class SelectedContexts:
     @property
     def frame_address(self) -> NDArray[np.uint64]:
         """Address of the frame of each block, [B]; 0 where it has none."""
-        return self._frame_address
+        return self._held.address
 
+    @property
+    def framed(self) -> NDArray[np.bool_]:
+        """Mask of the blocks that have a frame in DRAM, bool [B]."""
+        return self._held.framed
+
+    @property
     def shared_slots(self) -> NDArray[np.int32]:
         """Number of each block's slot, from 0, [B]; empty: no two blocks have the same."""
-        if count_distinct(self.slots) == len(self.slots):
-            return np.zeros(0, dtype=np.int32)
-        return np.unique(self.slots, return_inverse=True)[1].astype(np.int32)
+        return self._held.shared
 
     def settle_reads(self) -> int:
         """Take in pages that were read ahead for who takes places in :attr:`tables` himself;
@@ -328,7 +336,7 @@ class SelectedContexts:
         slots, numbers, frames, position, blocks = _io.locate(
             self.begin[rows],
             self.slots,
-            self._frame_address,
+            self.frame_address,
             pages,
             begin,
             geometry.heads,
@@ -356,14 +364,14 @@ class SelectedContexts:
         size = channel_bytes(self._geometry)
         made = np.empty((len(blocks), size), dtype=np.uint8)
         target = made.ctypes.data + np.arange(len(made), dtype=np.uint64) * np.uint64(size)
-        first = self._frame_address[blocks] + np.uint64(self._geometry.layer_offset(layer))
+        first = self.frame_address[blocks] + np.uint64(self._geometry.layer_offset(layer))
         self._summarizer.make_channels(first, target)
         self.fetched_channels.frame += len(blocks) * pages
         return made
 
     def _at(self, blocks: NDArray[np.int64], numbers: NDArray[np.int64]) -> BlockPages:
         """Pages by their numbers in the slot."""
-        pages = Pages(self.slots[blocks], numbers, self._frame_address[blocks])
+        pages = Pages(self.slots[blocks], numbers, self.frame_address[blocks])
         return BlockPages(pages, blocks.astype(np.int32))
 
     def fetch(self, wanted: BlockPages, asked: Asked | None = None) -> Fetch:
@@ -440,10 +448,10 @@ class SelectedContexts:
 
     def close(self) -> None:
         """End the step: what was borrowed goes back."""
-        self._frames.give_back(self._borrowed)
-        self._summaries.unpin(self._summary_rows)
-        self._borrowed = self._borrowed[:0]
-        self._summary_rows = self._summary_rows[:0]
+        if not self._closed:
+            self._closed = True
+            self._frames.give_back(self._held.frames)
+            self._summaries.unpin(self._summary_rows)
 
 
 def _cut_lists(
