@@ -21,8 +21,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from vllm_ssdkv.base.durations import DAY_S
 from vllm_ssdkv.batch.answers import Reply, Usage
-from vllm_ssdkv.batch.files import DAY_S, KEPT_S
+from vllm_ssdkv.batch.files import KEPT_S
 from vllm_ssdkv.batch.jobs import NewBatch
 from vllm_ssdkv.batch.prometheus import BatchCounters
 from vllm_ssdkv.batch.request import COMPLETIONS, ENDPOINTS

@@ -22,6 +22,7 @@ ALWAYS = {
     "state_dir",
     "recover",
     "on_reset",
+    "retain_share",
     "dram_gib",
     "verify_hits",
     "admission",

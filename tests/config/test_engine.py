@@ -237,6 +237,7 @@ def test_options_and_engine_know_the_same_names() -> None:
     ("options", "line"),
     [
         ({"mode": "pages"}, 'mode: got "pages"; allowed: "reuse" or "page"'),
+        ({"retain_share": 1.5}, "retain_share: got 1.5; allowed: a number, from 0 to 1"),
         ({"mode": None}, 'mode: got null; allowed: "reuse" or "page"'),
         ({"devices": "/a"}, 'devices: got "/a"; allowed: a list of'),
         ({"devices": [5]}, "devices[0]: got 5; allowed: an object with path, capacity, weight"),
@@ -592,6 +593,7 @@ def test_a_node_takes_the_place_of_a_store() -> None:
         ({"devices": ["/mnt/a"]}, "devices: is an option of the node"),
         ({"dram_gib": 1}, "dram_gib: is an option of the node"),
         ({"admission": "second_use"}, "admission: is an option of the node"),
+        ({"retain_share": 0.5}, "retain_share: is an option of the node"),
         ({"io": {"verify": "all", "deadline": 3.0}}, "io.verify: is an option of the node"),
         ({"nodes": ["unix:///a", "unix:///b"] * 2}, "nodes: unix:///a is given twice"),
         ({"replicas": 2}, "replicas: 2 nodes are to keep a block, one is given"),

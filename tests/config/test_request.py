@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.base.metrics import Counters
@@ -92,6 +93,10 @@ def test_a_request_has_its_own_budget_for_a_selector_of_ones_own() -> None:
         ({"budget_tokens": 64}, "not more than hbm_window_tokens"),
         ({"budget": 0.5, "budget_tokens": 500}, "give one of them"),
         ({"selector": "exact", "budget": 0.5}, "give no budget"),
+        ({"retain": "1 hour"}, 'retain: got "1 hour"; not a whole number followed by s, m, h or d'),
+        ({"retain": "31d"}, 'more than 30d; allowed: a duration such as "90s"'),
+        ({"retain": "0s"}, "retain"),
+        ({"retain": 60}, "retain: got 60"),
         ("sparf", "object"),
         ([], "object"),
         ({"budget": {1, 2}}, "not a JSON object"),
@@ -103,8 +108,8 @@ def test_what_is_wrong_is_said(given: object, text: str) -> None:
     assert text in str(error.value)
 
 
-def request(name: str, params: object) -> Any:  # noqa: ANN401 - stands for vLLM's
-    return SimpleNamespace(request_id=name, kv_transfer_params=params)
+def request(name: str, params: object, hints: object = None) -> Any:  # noqa: ANN401 - vLLM's
+    return SimpleNamespace(request_id=name, kv_transfer_params=params, kv_hints=hints)
 
 
 def test_a_request_that_cannot_have_what_it_wants_is_exact_and_told_so(
@@ -130,6 +135,66 @@ def test_a_request_that_cannot_have_what_it_wants_is_exact_and_told_so(
     assert "unknown option" in told["ssdkv"]["error"]
     assert asked.ended("other") is asked.ended("none") is asked.ended("bad") is None
     assert len(asked) == 0
+
+
+def retaining(*directives: object, kind: str = "kv.retain") -> KvHintsEnvelope:
+    action = KvHintAction("1", kind, "1.0", {"directives": list(directives)})
+    return KvHintsEnvelope("0.1", "message", [action])
+
+
+def test_what_a_request_has_retained() -> None:
+    asked = RequestOverrides(CONFIG, Counters())
+    asked.arrived(request("hour", {"ssdkv": {"retain": "1h", "selector": "window"}}))
+    asked.arrived(request("plain", {"ssdkv": {"selector": "window"}}))
+    asked.arrived(request("hint", None, retaining({"duration": 2.5}, {"duration": 1})))
+    asked.arrived(request("ever", None, retaining({"priority": 100})))
+    asked.arrived(request("both", {"ssdkv": {"retain": "1m"}}, retaining({"duration": 90})))
+    asked.arrived(request("other", None, retaining({"duration": "?"}, kind="kv.fetch")))
+    names = ("hour", "plain", "hint", "ever", "both", "other", "none")
+    assert [asked.retained_s(name) for name in names] == [3600, 0, 3, 30 * 86400, 90, 0, 0]
+    assert asked.of("hour") == asked.of("plain"), "workers tell choices apart, not times"
+    assert asked.ended("hour") == {"ssdkv": {"selector": "window", "retain": "3600s"}}
+    assert asked.ended("both") == {"ssdkv": {"selector": "bounds", "retain": "90s"}}
+    assert asked.ended("hint") is None
+    assert asked.retained_s("hint") == 0
+    for name in ("plain", "ever", "other"):
+        asked.ended(name)
+    assert len(asked) == 0
+
+
+@pytest.mark.parametrize(
+    "directive",
+    [
+        1,
+        {"duration": 0},
+        {"duration": "1h"},
+        {"duration": math.nan},
+        {"duration": True},
+        {"duration": 1e9},
+    ],
+)
+def test_a_hint_that_is_none_is_said(directive: object) -> None:
+    counters = Counters()
+    asked = RequestOverrides(CONFIG, counters)
+    asked.arrived(request("a", None, retaining(directive)))
+    assert asked.retained_s("a") == 0
+    assert counters.total("sparse_requests_refused") == 1
+    told = asked.ended("a")
+    assert told is not None
+    assert "kv.retain" in told["ssdkv"]["error"]
+
+
+def test_an_engine_without_a_store_of_its_own_retains_nothing_and_says_so() -> None:
+    counters = Counters()
+    asked = RequestOverrides(CONFIG, counters, retains=False)
+    asked.arrived(request("a", {"ssdkv": {"retain": "1h"}}))
+    asked.arrived(request("b", None, retaining({"duration": 5})))
+    assert [asked.retained_s(name) for name in "ab"] == [0, 0]
+    assert counters.total("sparse_requests_refused") == 2
+    for name in "ab":
+        told = asked.ended(name)
+        assert told is not None
+        assert "with a tier of your own, retains no blocks" in told["ssdkv"]["error"]
 
 
 def test_logits_that_selectors_do_not_know() -> None:

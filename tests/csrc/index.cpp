@@ -105,6 +105,7 @@ void walk_beside() {
       Gone gone;
       const size_t n = std::min<size_t>(random(6), table.obtainable());
       const auto slots = table.allocate(n, gone);
+      const auto now = static_cast<uint32_t>(round + 1);
       for (const int64_t slot : slots) (void)table.publish(slot, key_of(random(2) + next_key++));
       const Stored stored = table.durable(slots.data(), slots.size());
       for (size_t i = 0; i < stored.slots.size(); ++i) {
@@ -112,7 +113,12 @@ void walk_beside() {
         check(table.epoch(stored.slots[i]) == stored.epochs[i], "in its epoch");
       }
       if (random(4) == 0) (void)table.drop(slots.data(), slots.size(), gone);
+      if (random(4) == 0)
+        table.retain(slots.data(), slots.size(), now + static_cast<uint32_t>(random(90)),
+                     kSlots / 4);
+      table.expire(now);
       table.unpin(slots.data(), slots.size());
+      check(table.retained() <= kSlots / 4, "the share is kept");
       if (random(8) == 0) {
         const auto order = table.order();
         table.touch(order.data(), order.size() / 2);

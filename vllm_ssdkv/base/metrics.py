@@ -63,6 +63,12 @@ METRICS: Final[tuple[Metric, ...]] = (
     counter("slots_stored", "slots", "Slots written and published."),
     counter("slots_evicted", "slots", "Slots given up to make room for newer ones."),
     counter(
+        "retentions_cut",
+        "slots",
+        "Slots that lost their `retain` before its time: more were retained than retain_share "
+        "allows, no other slot was evictable, or their data was lost.",
+    ),
+    counter(
         "slots_dropped", "slots", "Slots whose data cannot be trusted or was lost.", _DROP_CAUSE
     ),
     counter("recovered_slots", "slots", "Slots found again in the journal at start."),
@@ -378,6 +384,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     gauge("slots_to_come", "slots", "Part of `slots` that the store has yet to grow by."),
     gauge("slots_pinned", "slots", "Slots that may not be evicted now."),
+    gauge("slots_retained", "slots", "Slots that requests retain for a time (`retain`)."),
     gauge(
         "slots_masked",
         "slots",

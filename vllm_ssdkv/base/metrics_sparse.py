@@ -95,6 +95,7 @@ SPARSE_METRICS: Final[tuple[Metric, ...]] = (
     counter(
         "sparse_requests_refused",
         "requests",
-        "Requests for a selector that this engine cannot serve; they got exact attention instead.",
+        "Requests with options that this engine cannot serve: they got exact attention instead, "
+        "and retained nothing.",
     ),
 )

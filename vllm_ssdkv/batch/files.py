@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from vllm_ssdkv.base.durable_file import sync_directory
+from vllm_ssdkv.base.durations import DAY_S
 from vllm_ssdkv.base.errors import SSDKVError
 from vllm_ssdkv.base.sizes import format_size
 from vllm_ssdkv.batch.api_error import ApiError, not_found
 from vllm_ssdkv.batch.database import REQUEST_BYTES, SMALLEST, Database
 from vllm_ssdkv.config.batch import BatchConfig
 
-DAY_S: Final = 86400
 KEPT_S: Final = 30 * DAY_S
 """Lifetime of uploads and results for which the user names none, as at OpenAI."""
 _LIVE: Final = "(expires_at IS NULL OR expires_at > ?)"

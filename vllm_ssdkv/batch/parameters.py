@@ -9,17 +9,15 @@ from typing import Any, Final
 import msgspec
 from starlette.requests import Request
 
+from vllm_ssdkv.base.durations import parse_duration
 from vllm_ssdkv.base.sizes import KIB
 from vllm_ssdkv.batch.api_error import ApiError
-from vllm_ssdkv.batch.files import DAY_S, KEPT_S
+from vllm_ssdkv.batch.files import KEPT_S
 from vllm_ssdkv.batch.jobs import NewBatch
 from vllm_ssdkv.batch.transfers import chunks
 
 MAX_BODY: Final = 64 * KIB
 MIN_LIFETIME_S: Final = 3600
-MAX_WINDOW_S: Final = 30 * DAY_S
-_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": DAY_S}
-_WINDOW: Final = re.compile(r"([1-9][0-9]{0,6})([smhd])")
 _CREATE: Final = frozenset(
     {"input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after"}
 )
@@ -100,14 +98,14 @@ def window(value: object) -> int:
     Raises:
         ApiError: 400, it is none, or longer than 30 days.
     """
-    match = _WINDOW.fullmatch(value) if isinstance(value, str) else None
-    if match is None or int(match[1]) * _UNITS[match[2]] > MAX_WINDOW_S:
+    try:
+        return parse_duration(value)
+    except ValueError:
         raise ApiError(
             400,
             "'completion_window' must be '24h', or another number of s, m, h or d, 30d at most.",
             "completion_window",
-        )
-    return int(match[1]) * _UNITS[match[2]]
+        ) from None
 
 
 def metadata(value: object) -> dict[str, str] | None:

@@ -83,7 +83,7 @@ must not take it out of use."""
 
 _OF_A_STORE: Final = (
     *("devices", "state_dir", "recover", "dram_gib", "admission", "trim"),
-    "encryption",
+    *("encryption", "retain_share"),
 )
 """Options of a store, which a node has in place of its engines."""
 
@@ -413,6 +413,21 @@ class SSDKVConfig(OptionModel):
             "wear if most prompts never come back, but computes each prefix twice."
         ),
     ] = "all"
+    retain_share: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="Share of the slots that requests may retain, at most (`retain` in "
+            "`kv_transfer_params`, docs/quickstart.md). Other blocks are evicted before retained "
+            "ones. Beyond the share the least recently used retained block becomes an ordinary "
+            "one. After a restart all blocks are ordinary.",
+        ),
+        Reason(
+            "0.25: sessions keep their blocks for a while, and three quarters of the store still "
+            "serve everybody."
+        ),
+    ] = 0.25
     on_reset: Annotated[
         Literal["keep", "forget"],
         Field(

@@ -10,13 +10,21 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Final, NamedTuple, Optional
 
-from pydantic import BaseModel, Field, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
+from vllm_ssdkv.base.durations import parse_duration
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.problems import problems
-from vllm_ssdkv.config.schema import Condition, OptionModel, PerRequest, Reason, model_of
+from vllm_ssdkv.config.schema import (
+    Allowed,
+    Condition,
+    OptionModel,
+    PerRequest,
+    Reason,
+    model_of,
+)
 from vllm_ssdkv.config.selectors import SELECTORS, SelectorName
 
 NAME: Final = "ssdkv"
@@ -65,7 +73,14 @@ _Options: Any = create_model(
 
 
 class RequestOptions(_Options):  # type: ignore[misc]  # its fields are those of the engine's options
-    """A request's own selector and budget; what is None is as the engine has it."""
+    """A request's own options; those that are None are as the engine has them."""
+
+    retain: Annotated[
+        int | None,
+        Allowed('a duration such as "90s", "15m", "24h" or "7d", up to "30d"'),
+        BeforeValidator(lambda value: None if value is None else parse_duration(value)),
+        Field(description="Seconds for which the request's blocks are retained from its end on."),
+    ] = None
 
     @classmethod
     def of(cls, given: object, config: SSDKVConfig, *, selects: bool = True) -> RequestOptions:

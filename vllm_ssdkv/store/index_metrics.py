@@ -7,9 +7,10 @@ from typing import Final, Protocol
 
 from vllm_ssdkv.base.metrics import Counters
 
-_GAUGES = ("ready", "free", "pinned", "masked")
+_GAUGES = ("ready", "free", "pinned", "masked", "retained")
 _COUNTERS: Final[tuple[tuple[str, str, dict[str, str]], ...]] = (
     ("slots_evicted", "evictions", {}),
+    ("retentions_cut", "retentions_cut", {}),
     ("slots_stored", "published", {}),
     ("recovered_slots", "recovered", {}),
     ("journal_corrupt_records", "journal_corrupt_records", {}),

@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from numpy.typing import NDArray
 
 from tests.kit.child import Child
+from tests.kit.clock import Clock
 from vllm_ssdkv._index import Replay
 from vllm_ssdkv.base.errors import StoreFullError
 from vllm_ssdkv.store.format.journal_record import HEADER_BYTES, RECORD_BYTES, Kind, encode_records
@@ -39,7 +40,9 @@ def slots_of(*numbers: int) -> NDArray[np.int64]:
     return np.array(numbers, dtype=np.int64)
 
 
-def open_index(path: Path, num_slots: int = 8, *, open_number: int = 0) -> SlotIndex:
+def open_index(
+    path: Path, num_slots: int = 8, *, open_number: int = 0, clock: Clock | None = None
+) -> SlotIndex:
     journal = Journal(
         path,
         store=STORE,
@@ -48,7 +51,7 @@ def open_index(path: Path, num_slots: int = 8, *, open_number: int = 0) -> SlotI
         sync_interval_s=None,
         slack_records=3,
     )
-    return SlotIndex(num_slots, journal, open_number=open_number)
+    return SlotIndex(num_slots, journal, open_number=open_number, clock=clock or Clock())
 
 
 def kill(index: SlotIndex) -> None:
@@ -142,6 +145,80 @@ def test_touching_a_chain_evicts_its_tail_first() -> None:
         store(index, number)  # unpinned one by one: heads are older than tails
     index.touch(slots_of(0, 1, 2))
     assert [int(index.allocate(1)[0]) for _ in range(6)] == [3, 4, 5, 2, 1, 0]
+
+
+def test_retained_slots_are_evicted_when_no_other_slot_is_left() -> None:
+    clock = Clock()
+    index = SlotIndex(6, None, clock=clock)
+    old = store(index, 0, 1)
+    index.retain(old, 60, 0.5)
+    for number in range(2, 20):
+        store(index, number)
+    assert found(index, 0, 1) == old.tolist()
+    assert index.gauges()["retained"] == 2
+    slots = index.allocate(4)
+    assert found(index, 0, 1) == old.tolist()
+    assert index.counters["retentions_cut"] == 0
+    index.allocate(1)
+    assert found(index, 0, 1) == old.tolist()[:1]  # the head of the chain is worth most
+    assert (index.gauges()["retained"], index.counters["retentions_cut"]) == (1, 1)
+    index.unpin(slots)
+
+
+def test_a_retention_ends_with_its_time_and_not_before() -> None:
+    clock = Clock(1000.75)
+    index = SlotIndex(4, None, clock=clock)
+    first, second = store(index, 0, 1), store(index, 2, 3)
+    index.retain(first, 10.5, 1.0)
+    index.retain(first, 2.0, 1.0)  # another request wants less
+    index.retain(second[:1], 5.0, 1.0)
+    clock.sleep(10.4)
+    assert index.gauges()["retained"] == 2
+    assert index.order().tolist() == [*second[::-1].tolist(), *first[::-1].tolist()]
+    clock.sleep(1.0)
+    assert index.allocate(4).tolist() == [*second[::-1].tolist(), *first[::-1].tolist()]
+    assert index.counters["retentions_cut"] == 0
+
+
+def test_beyond_the_share_the_least_recently_used_retained_slots_are_ordinary() -> None:
+    index = SlotIndex(8, None)
+    first, second, third = store(index, 0, 1), store(index, 2, 3), store(index, 4, 5)
+    for chain in (first, second):
+        index.retain(chain, 60, 0.5)
+    index.touch(first)
+    index.retain(third, 60, 0.5)
+    assert (index.gauges()["retained"], index.counters["retentions_cut"]) == (4, 2)
+    assert index.order().tolist() == [*second[::-1], *first[::-1], *third[::-1]]
+    index.retain(first, 60, 0.125)
+    assert index.order().tolist()[-1] == first[0]
+    index.retain(first, 60, 0.0)
+    assert index.gauges()["retained"] == 0
+
+
+def test_the_share_is_kept_when_requests_let_go_of_slots() -> None:
+    index = SlotIndex(4, None)
+    slots = store(index, 0, 1, 2)
+    index.pin(slots)
+    index.retain(slots, 60, 0.5)
+    assert index.gauges()["retained"] == 3
+    index.unpin(slots)
+    assert index.gauges()["retained"] == 2
+    assert index.order().tolist() == slots[::-1].tolist()
+
+
+def test_retaining_the_same_slots_again_and_again_takes_no_more_memory() -> None:
+    clock = Clock()
+    index = SlotIndex(64, None, clock=clock)
+    slots, before = store(index, *range(32)), index.nbytes
+    for number in range(500):
+        index.retain(slots, 100_000 + number, 1.0)
+    assert 0 < index.nbytes - before < 5000
+    clock.sleep(100_498)
+    assert index.gauges()["retained"] == 32
+    clock.sleep(1)
+    assert index.gauges()["retained"] == 0
+    assert index.order().tolist() == slots[::-1].tolist()
+    assert index.nbytes == before
 
 
 def test_pinned_slots_stay() -> None:
@@ -242,6 +319,7 @@ def test_a_write_dropped_before_it_was_published() -> None:
         "writing": 0,
         "pinned": 0,
         "evictable": 0,
+        "retained": 0,
         "reserved": 0,
         "masked": 0,
         "lost": 0,
@@ -580,13 +658,18 @@ class IndexMachine(RuleBasedStateMachine):
         self.directory = tempfile.TemporaryDirectory()
         self.path = Path(self.directory.name) / "journal"
         self.opened = 1
-        self.index = open_index(self.path, SLOTS, open_number=self.opened)
+        self.clock = Clock()
+        self.index = open_index(self.path, SLOTS, open_number=self.opened, clock=self.clock)
         self.state: dict[int, str] = dict.fromkeys(range(SLOTS), "free")
         self.pins: dict[int, int] = dict.fromkeys(range(SLOTS), 0)
         self.key_of: dict[int, bytes] = {}
         self.durable_set: dict[int, tuple[int, bytes]] = {}
         self.ever_durable: set[tuple[int, int, bytes]] = set()
         self.lru: list[int] = []
+        """Evictable ordinary slots; of those that are retained, :attr:`kept`."""
+        self.kept: list[int] = []
+        self.until: dict[int, float] = {}
+        self.limit = self.cut = 0
         self.dead: set[int] = set()
         self.masked: dict[int, bytes] = {}
         """Keys of slots that are masked, pinned ones included."""
@@ -605,7 +688,7 @@ class IndexMachine(RuleBasedStateMachine):
     # The model's own arithmetic.
 
     def obtainable(self) -> int:
-        return sum(s == "free" for s in self.state.values()) + len(self.lru)
+        return sum(s == "free" for s in self.state.values()) + len(self.lru + self.kept)
 
     def available(self) -> int:
         return max(0, self.obtainable() - self.reserved)
@@ -617,7 +700,23 @@ class IndexMachine(RuleBasedStateMachine):
         else:
             self.state[slot] = "lost" if slot in self.dead else "free"
 
+    def make_ordinary(self, slot: int) -> None:
+        del self.until[slot]
+        if slot in self.kept:
+            self.kept.remove(slot)
+            self.lru.append(slot)
+
+    def cut_short(self, slot: int) -> None:
+        if slot in self.until:
+            self.make_ordinary(slot)
+            self.cut += 1
+
+    def keep_share(self) -> None:
+        while len(self.until) > self.limit and self.kept:
+            self.cut_short(self.kept[0])
+
     def forget(self, slot: int) -> None:
+        self.cut_short(slot)
         if self.masked.pop(slot, None) and slot in self.masked_order:
             self.masked_order.remove(slot)
         self.key_of.pop(slot, None)
@@ -637,12 +736,13 @@ class IndexMachine(RuleBasedStateMachine):
             with pytest.raises(StoreFullError):
                 self.index.allocate(n, reserved=reserved)
             return
+        order = self.lru + self.kept
         got = self.index.allocate(n, reserved=reserved).tolist()
         free = {s for s, state in self.state.items() if state == "free"}
         from_free = min(n, len(free))
         assert len(set(got)) == n
         assert set(got[:from_free]) <= free
-        assert got[from_free:] == self.lru[: n - from_free]
+        assert got[from_free:] == order[: n - from_free]
         self.evictions += n - from_free
         for slot in got:
             self.forget(slot)
@@ -719,8 +819,9 @@ class IndexMachine(RuleBasedStateMachine):
             self.index.pin(slots_of(*slots))
             for slot in slots:
                 self.pins[slot] += 1
-                if slot in self.lru:
-                    self.lru.remove(slot)
+                for listed in (self.lru, self.kept):
+                    if slot in listed:
+                        listed.remove(slot)
 
     @precondition(lambda self: any(self.pins.values()))
     @rule(data=st.data())
@@ -736,18 +837,50 @@ class IndexMachine(RuleBasedStateMachine):
             self.pins[slot] -= 1
             if self.pins[slot] == 0:
                 if self.state[slot] == "ready":
-                    self.lru.append(slot)
+                    (self.kept if slot in self.until else self.lru).append(slot)
+                    self.keep_share()
                 else:
                     self.let_go(slot)
+
+    @rule(
+        slots=st.permutations(range(SLOTS)),
+        n=st.integers(0, SLOTS),
+        seconds=st.integers(1, 3),
+        share=st.sampled_from([0.0, 0.34, 0.5, 1.0]),
+    )
+    def retain(self, slots: list[int], n: int, seconds: int, share: float) -> None:
+        slots = slots[:n]
+        self.index.retain(slots_of(*slots), seconds, share)
+        for slot in reversed(slots):
+            if self.state[slot] == "ready":
+                self.until[slot] = max(self.until.get(slot, 0), self.clock.now + seconds)
+                for listed in (self.lru, self.kept):
+                    if slot in listed:
+                        listed.remove(slot)
+                        self.kept.append(slot)
+                        break
+        self.limit = int(share * sum(state != "lost" for state in self.state.values()))
+        self.keep_share()
+
+    @rule(seconds=st.integers(1, 2))
+    def time_passes(self, seconds: int) -> None:
+        """Slots whose time has come are ordinary, in whatever order among themselves."""
+        self.clock.sleep(seconds)
+        ended = {s for s, end in self.until.items() if end <= self.clock.now}
+        assert self.index.gauges()["retained"] == len(self.until) - len(ended)
+        order = self.index.order().tolist()
+        for slot in [s for s in order if s in ended] + [s for s in ended if s not in order]:
+            self.make_ordinary(slot)
 
     @rule(slots=st.permutations(range(SLOTS)), n=st.integers(0, SLOTS))
     def touch(self, slots: list[int], n: int) -> None:
         slots = slots[:n]
         self.index.touch(slots_of(*slots))
         for slot in reversed(slots):
-            if slot in self.lru:
-                self.lru.remove(slot)
-                self.lru.append(slot)
+            for listed in (self.lru, self.kept):
+                if slot in listed:
+                    listed.remove(slot)
+                    listed.append(slot)
 
     @rule(data=st.data())
     def replace(self, data: st.DataObject) -> None:
@@ -768,6 +901,8 @@ class IndexMachine(RuleBasedStateMachine):
             if moved:
                 self.state[before], self.state[after] = "private", "ready"
                 self.key_of[after] = self.key_of.pop(before)
+                if before in self.until:
+                    self.until[after] = self.until.pop(before)
                 if self.durable_set.pop(before, None):
                     self.make_durable([after])
 
@@ -812,6 +947,8 @@ class IndexMachine(RuleBasedStateMachine):
         kept = [s for s in new if s in self.durable_set]
         dropped = [s for s in new if s not in kept and self.state[s] in ("ready", "writing")]
         assert self.index.mask(slots_of(*slots)) == (len(kept), len(dropped))
+        for slot in kept:
+            self.cut_short(slot)
         for slot in [s for s in new if s not in kept]:
             self.dead.add(slot)
             self.model_drop(slot)
@@ -856,16 +993,18 @@ class IndexMachine(RuleBasedStateMachine):
         else:
             kill(self.index)
         self.opened += 1
-        self.index = open_index(self.path, SLOTS, open_number=self.opened)
+        self.index = open_index(self.path, SLOTS, open_number=self.opened, clock=self.clock)
         self.state = dict.fromkeys(range(SLOTS), "free")
         self.state.update(dict.fromkeys(self.durable_set, "ready"))
         self.pins = dict.fromkeys(range(SLOTS), 0)
         self.key_of = {slot: k for slot, (_, k) in self.durable_set.items()}
         order = self.index.order().tolist()
         if clean:  # pinned ones come last, by number
-            kept = [s for s in self.masked_order + self.lru if s in self.durable_set]
+            listed = self.masked_order + self.lru + self.kept
+            kept = [s for s in listed if s in self.durable_set]
             assert order == kept + sorted(set(self.durable_set) - set(kept))
-        self.lru = order
+        self.lru, self.kept, self.until = order, [], {}
+        self.limit = self.cut = 0
         self.dead = set()
         self.masked, self.masked_order = {}, []
         self.reserved = self.evictions = 0
@@ -903,9 +1042,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert found(self.index, number) == slots
         for slot, state in self.state.items():
             assert self.index.state(slot).name == state.upper()
-        assert sorted(self.index.order()) == sorted(
-            s for s, state in self.state.items() if state == "ready" and self.pins[s] == 0
-        )
+        assert self.index.order().tolist() == self.lru + self.kept
         assert self.index.available() == self.available()
         gauges = self.index.gauges()
         states = list(self.state.values())
@@ -916,13 +1053,15 @@ class IndexMachine(RuleBasedStateMachine):
             "ready": states.count("ready"),
             "writing": states.count("writing"),
             "pinned": sum(p > 0 for p in self.pins.values()),
-            "evictable": len(self.lru),
+            "evictable": len(self.lru + self.kept),
+            "retained": len(self.until),
             "reserved": self.reserved,
             "masked": states.count("masked"),
             "lost": states.count("lost"),
             "journal_degraded": 0,
         }
         assert self.index.counters["evictions"] == self.evictions
+        assert self.index.counters["retentions_cut"] == self.cut
         # What a kill now would leave, read by a second index from a copy.
         copy = self.path.with_name("copy")
         copy.write_bytes(self.path.read_bytes())

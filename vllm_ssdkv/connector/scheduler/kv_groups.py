@@ -18,7 +18,7 @@ block of ours.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -376,16 +376,29 @@ class BlockGroups:
             np.concatenate(slots), tuple(named), np.concatenate(targets), len(slots[0]), behind
         )
 
-    def touch(self, keys: Sequence[bytes], hit: int) -> None:
-        """A request with these blocks has ended, of which ``hit`` were found.
+    def touch(
+        self,
+        keys: Sequence[bytes],
+        hit: int,
+        retain: Callable[[Slots], None] | None = None,
+    ) -> None:
+        """A request with these blocks has ended, of which ``hit`` were found. ``retain`` is called
+        with the slots of each chain, if they are to be more than the most recently used.
 
         As a chain, tails are evicted before heads, of all groups that keep everything together. The
         windows that others need to go on from one of the two places go last: without them the
         chain is of no use. Two blocks more, because the newest one may not be stored, and a drafter
         may have another one computed again. So do the last states up to the two places.
         """
+
+        def mark(chain: Sequence[bytes]) -> None:
+            if retain is None:
+                self._index.touch_chain(chain)
+            else:
+                retain(self._index.lookup(chain))
+
         chains = [self.keys(keys, group) for group in (self.chain, *self._whole)]
-        self._index.touch_chain([key for block in zip(*chains, strict=True) for key in block])
+        mark([key for block in zip(*chains, strict=True) for key in block])
         for end in (hit, len(keys)):
             last = self._last_state(keys, 0, end)
             for group in self._others:
@@ -395,7 +408,7 @@ class BlockGroups:
                     of_group = keys[max(0, last - 1) : last]
                 else:
                     of_group = keys[self.first_held(group, max(0, end - 2) * self._block) : end]
-                self._index.touch_chain(self.keys(of_group, group))
+                mark(self.keys(of_group, group))
 
     # ---- HBM ----
 

@@ -263,6 +263,10 @@ class PagePolicy:
             self._parts.rewriter.ended(state.load)
         if state.as_x:  # nobody can find them: kept, they would push out what somebody can
             self._index.drop(np.array(state.slots, dtype=np.int64))
+        seconds = self._parts.asked.retained_s(state.request_id)
+        if seconds:
+            slots = np.array(state.slots, dtype=np.int64)
+            self._index.retain(slots, seconds, self._parts.config.retain_share)
         self._slots.unpin(state.slots)
         for slot in state.slots:
             self._in_contexts[slot] -= 1

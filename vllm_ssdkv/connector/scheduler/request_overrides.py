@@ -17,6 +17,7 @@ from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.request import NAME, RequestOptions
+from vllm_ssdkv.connector.scheduler.kv_hints import hinted_retention
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -49,29 +50,38 @@ class Choice:
 class RequestOverrides:
     """Overrides by request. Used by the scheduler's thread."""
 
-    def __init__(self, config: SSDKVConfig, counters: Counters, selects: bool = True):
-        """``selects``: see ``EngineFacts``."""
+    def __init__(
+        self, config: SSDKVConfig, counters: Counters, selects: bool = True, retains: bool = True
+    ):
+        """``selects``: see ``EngineFacts``; ``retains``: the engine has its own store."""
         self._config = config
         self._counters = counters
-        self._selects = selects
+        self._selects, self._retains = selects, retains
         self._own = Choice.of(config)
         self._asked: dict[str, RequestOptions] = {}
         self._choices: dict[str, Choice | None] = {}
         self._refused: dict[str, str] = {}
+        self._retained: dict[str, int] = {}
 
     def __len__(self) -> int:
         """Requests that asked for something and have not ended."""
-        return len(self._asked)
+        return len(self._asked.keys() | self._retained.keys())
 
     def arrived(self, request: Request) -> None:
         """Take in what a new request asks for, if anything."""
-        params = request.kv_transfer_params
+        params, hints = request.kv_transfer_params, request.kv_hints
         given = params.get(NAME) if isinstance(params, Mapping) else None
-        if given is None:
+        if given is None and hints is None:
             return
         name = str(request.request_id)
         try:
-            self._asked[name] = RequestOptions.of(given, self._config, selects=self._selects)
+            if given is not None:
+                asked = RequestOptions.of(given, self._config, selects=self._selects)
+                # Workers tell choices apart by what is left.
+                self._asked[name] = asked.model_copy(update={"retain": None})
+                self._retain(name, asked.retain or 0)
+            if hints is not None:
+                self._retain(name, hinted_retention(hints.actions))
         except ConfigError as error:
             # It is a client's text: one line, and not a long one.
             text = str(error).encode("unicode_escape").decode()[:_MAX_CHARS]
@@ -80,11 +90,24 @@ class RequestOverrides:
             logger.warning(
                 "ssdkv: request %s gets exact attention; kv_transfer_params.ssdkv: %s", name, text
             )
-        self._choices[name] = Choice.of(self._asked[name].applied(self._config))
+        if name in self._asked:
+            self._choices[name] = Choice.of(self._asked[name].applied(self._config))
+
+    def _retain(self, name: str, seconds: int) -> None:
+        if seconds and not self._retains:
+            raise ConfigError(
+                "retain: an engine with nodes in mode reuse, or with a tier of your own, retains "
+                "no blocks"
+            )
+        self._retained[name] = max(seconds, self._retained.get(name, 0))
 
     def of(self, request_id: str) -> RequestOptions | None:
         """Options that a request asks for; None: nothing."""
         return self._asked.get(request_id)
+
+    def retained_s(self, request_id: str) -> int:
+        """Seconds for which a request's blocks are to be retained; 0: they are ordinary."""
+        return self._retained.get(request_id, 0)
 
     def choice(self, request_id: str) -> Choice | None:
         """Options by which a request chooses what it reads while it is decoded; None: it attends
@@ -99,10 +122,13 @@ class RequestOverrides:
     def ended(self, request_id: str) -> dict[str, Any] | None:
         """Forget the request; ``kv_transfer_params`` of its answer, if it asked for something."""
         asked = self._asked.pop(request_id, None)
+        seconds = self._retained.pop(request_id, 0)
         self._choices.pop(request_id, None)
         refused = self._refused.pop(request_id, None)
         if asked is None:
             return None
         served: dict[str, Any] = {"selector": asked.applied(self._config).selector}
         served |= asked.model_dump(exclude_none=True)
+        if seconds:
+            served["retain"] = f"{seconds}s"
         return {NAME: served if refused is None else {**served, "error": refused}}

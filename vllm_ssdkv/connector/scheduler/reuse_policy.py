@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_ssdkv.base.wait_reason import WaitReason
@@ -34,7 +35,8 @@ class ReusePolicy:
         self._groups, self._identities = parts.groups, parts.identities
         self._requests, self._slots, self._draft = parts.requests, parts.slots, parts.draft
         self._rewriter, self._own = parts.rewriter, parts.store.own
-        self._events = parts.events
+        self._events, self._asked = parts.events, parts.asked
+        self._retain_share = parts.config.retain_share
         self._no_room = False
 
     def bind(self, hbm: KVCacheManager) -> None:
@@ -108,7 +110,8 @@ class ReusePolicy:
         keys = from_head[first - head :]
         if not request.num_preemptions:
             self._write_policy.record_access(keys)
-        admitted = self._write_policy.admitted(keys).tolist()
+        retained = self._asked.retained_s(state.request_id) > 0
+        admitted = retained | self._write_policy.admitted(keys)
         state.published = first + len(keys)  # the last tokens may still be on their way here
         wanted: list[tuple[bytes, int]] = []
         runs: list[bytes] = []
@@ -145,7 +148,10 @@ class ReusePolicy:
 
     def finished(self, state: RequestState) -> None:
         """Keep its blocks longest: the next turn of a conversation begins with them."""
-        self._groups.touch(self._identities.keys.of(state.request), state.hit)
+        seconds, retain = self._asked.retained_s(state.request_id), None
+        if seconds and self._own is not None:
+            retain = partial(self._own.index.retain, seconds=seconds, share=self._retain_share)
+        self._groups.touch(self._identities.keys.of(state.request), state.hit, retain)
 
     def forget(self, request_id: str) -> None:
         """Nothing is remembered."""

@@ -413,7 +413,8 @@ def _make_parts(
     """Parts of both modes, wired together."""
     counters, speculation = store.counters, engine.speculation
     requests: dict[str, RequestState] = {}
-    asked, draft = RequestOverrides(config, counters, engine.selects), StepDraft()
+    draft = StepDraft()
+    asked = RequestOverrides(config, counters, engine.selects, store.own is not None)
     identities = RequestIdentities(ranks, engine, store.name_key, counters)
     identities.keys.suspended = bool(store.suspension)
     own_index = None if store.own is None else store.own.index

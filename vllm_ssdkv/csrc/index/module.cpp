@@ -181,6 +181,7 @@ nb::dict counts(const SlotTable& self) {
   out["dropped"] = counts.dropped;
   out["quarantined"] = counts.quarantined;
   out["recovered"] = counts.recovered;
+  out["retentions_cut"] = counts.retentions_cut;
   return out;
 }
 
@@ -224,6 +225,13 @@ void bind_table(nb::module_& m) {
           "touch",
           [](SlotTable& self, const Slots& slots) { self.touch(slots.data(), slots.shape(0)); },
           "slots"_a)
+      .def(
+          "retain",
+          [](SlotTable& self, const Slots& slots, uint32_t until, size_t most) {
+            self.retain(slots.data(), slots.shape(0), until, most);
+          },
+          "slots"_a, "until"_a, "most"_a)
+      .def("expire", &SlotTable::expire, "now"_a)
       .def(
           "pin",
           [](SlotTable& self, const Slots& slots) { self.pin(slots.data(), slots.shape(0)); },
@@ -304,6 +312,7 @@ void bind_table(nb::module_& m) {
       .def_prop_ro("pinned", &SlotTable::pinned)
       .def_prop_ro("lost", &SlotTable::lost)
       .def_prop_ro("masked", &SlotTable::masked)
+      .def_prop_ro("retained", &SlotTable::retained)
       .def_prop_ro("nbytes", &SlotTable::nbytes)
       .def("counts", &counts);
 }

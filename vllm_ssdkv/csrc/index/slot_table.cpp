@@ -21,6 +21,9 @@ const char* name_of(State state) {
   return kNames[static_cast<size_t>(state)];
 }
 
+// Entries of times that slots do not have any more, beside one for each that they do.
+constexpr size_t kOldTimes = 1024;
+
 }  // namespace
 
 SlotTable::SlotTable(uint64_t num_slots)
@@ -29,17 +32,20 @@ SlotTable::SlotTable(uint64_t num_slots)
       later_list_(free_list_ + 1),
       masked_list_(free_list_ + 2),
       used_list_(free_list_ + 3),
-      slots_(num_slots + 4),
+      kept_list_(free_list_ + 4),
+      slots_(num_slots + 5),
       map_(slots_[0].key.data(), sizeof(Slot), num_slots),
-      cursor_(used_list_) {
-  for (const uint32_t head : {free_list_, later_list_, masked_list_, used_list_}) {
+      cursor_(kept_list_) {
+  for (uint32_t head = free_list_; head <= kept_list_; ++head) {
     slots_[head].next = slots_[head].previous = head;
   }
   for (size_t i = 0; i < num_slots_; ++i) link(slots_[i], free_list_);
   free_ = num_slots_;
 }
 
-size_t SlotTable::nbytes() const { return slots_.nbytes() + map_.nbytes(); }
+size_t SlotTable::nbytes() const {
+  return slots_.nbytes() + map_.nbytes() + listed_times_ * sizeof(uint32_t);
+}
 
 size_t SlotTable::recover(Replay& replay) {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -99,8 +105,8 @@ bool SlotTable::has_all(Key key, const std::vector<uint8_t>& tags) const {
 std::vector<int64_t> SlotTable::order() const {
   std::vector<int64_t> order;
   order.reserve(evictable_);
-  for (uint32_t i = slots_[used_list_].next; i != used_list_; i = slots_[i].next) {
-    order.push_back(i);
+  for (const uint32_t list : {used_list_, kept_list_}) {
+    for (uint32_t i = slots_[list].next; i != list; i = slots_[i].next) order.push_back(i);
   }
   return order;
 }
@@ -152,7 +158,7 @@ void SlotTable::unlink(Slot& slot) {
 }
 
 void SlotTable::make_evictable(Slot& slot) {
-  link(slot, used_list_);
+  link(slot, list_of(slot));
   ++evictable_;
 }
 
@@ -205,12 +211,13 @@ std::vector<int64_t> SlotTable::allocate(size_t n, Gone& gone) {
   taken.reserve(n);
   for (size_t i = 0; i < n; ++i) {
     const bool evict = free_ + deferred_ == 0;
-    const uint32_t list = evict ? used_list_ : free_ != 0 ? free_list_ : later_list_;
+    const uint32_t oldest = slots_[used_list_].next != used_list_ ? used_list_ : kept_list_;
+    const uint32_t list = evict ? oldest : free_ != 0 ? free_list_ : later_list_;
     Slot& slot = slots_[slots_[list].next];
     if (evict) {
+      forget(slot, gone);
       unlink_evictable(slot);
       ++counts_.evictions;
-      forget(slot, gone);
     } else {
       unlink_free(slot);
     }
@@ -232,8 +239,80 @@ void SlotTable::touch(const int64_t* slots, size_t n) {
     Slot& slot = at(slots[n]);
     if (!is_evictable(slot)) continue;
     unlink(slot);
-    link(slot, used_list_);
+    link(slot, list_of(slot));
   }
+}
+
+void SlotTable::retain(const int64_t* slots, size_t n, uint32_t until, size_t most) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check(slots, n);
+  std::vector<uint32_t>& then = times_[until];
+  while (n-- > 0) {
+    Slot& slot = at(slots[n]);
+    if (slot.state != State::kReady) continue;
+    const bool listed = is_evictable(slot);
+    if (listed) unlink(slot);
+    retained_ += slot.until == 0 ? 1 : 0;
+    if (slot.until < until) {
+      slot.until = until;
+      then.push_back(number_of(slot));
+      ++listed_times_;
+    }
+    if (listed) link(slot, kept_list_);
+  }
+  if (then.empty()) times_.erase(until);
+  most_retained_ = most;
+  keep_share();
+  if (listed_times_ > 2 * retained_ + kOldTimes) forget_old_times();
+}
+
+void SlotTable::expire(uint32_t now) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  while (!times_.empty() && times_.begin()->first <= now) {
+    const auto [until, slots] = std::move(*times_.begin());
+    times_.erase(times_.begin());
+    listed_times_ -= slots.size();
+    for (const uint32_t number : slots) {
+      if (slots_[number].until == until) make_ordinary(slots_[number]);
+    }
+  }
+}
+
+// The slot, which is ready, is not retained any more.
+void SlotTable::make_ordinary(Slot& slot) {
+  slot.until = 0;
+  --retained_;
+  if (!is_evictable(slot)) return;
+  unlink(slot);
+  link(slot, used_list_);
+}
+
+// The retention of a slot ends before its time.
+void SlotTable::cut(Slot& slot) {
+  if (slot.until == 0) return;
+  make_ordinary(slot);
+  ++counts_.retentions_cut;
+}
+
+void SlotTable::keep_share() {
+  while (retained_ > most_retained_ && slots_[kept_list_].next != kept_list_) {
+    cut(slots_[slots_[kept_list_].next]);
+  }
+}
+
+// Entries of slots that have another time now, or none, go.
+void SlotTable::forget_old_times() {
+  listed_times_ = 0;
+  for (auto& [until, slots] : times_) {
+    std::erase_if(slots, [this, until = until](uint32_t number) {
+      const bool holds = slots_[number].until == until;
+      if (holds) slots_[number].until = 0;  // what comes again is old
+      return !holds;
+    });
+    for (const uint32_t number : slots) slots_[number].until = until;
+    listed_times_ += slots.size();
+  }
+  std::erase_if(times_, [](const auto& entry) { return entry.second.empty(); });
 }
 
 void SlotTable::pin(const int64_t* slots, size_t n) {
@@ -268,6 +347,7 @@ void SlotTable::unpin(const int64_t* slots, size_t n) {
     --pinned_;
     if (slot.state == State::kReady) {
       make_evictable(slot);
+      keep_share();
     } else {
       writing_ -= slot.state == State::kWriting ? 1 : 0;
       release(slot);
@@ -348,6 +428,11 @@ Moved SlotTable::replace(const int64_t* from, const int64_t* to, size_t n) {
     after.state = State::kReady;
     after.key = before.key;
     after.older = std::exchange(before.older, 0);
+    after.until = std::exchange(before.until, 0);
+    if (after.until != 0) {
+      times_[after.until].push_back(number_of(after));
+      ++listed_times_;
+    }
     map_.insert(number_of(after));
     --writing_;
     if (!before.journalled) continue;
@@ -376,6 +461,7 @@ void SlotTable::retire(const int64_t* slots, size_t n, Gone& gone) {
 
 // The key of a ready or masked slot names it no more.
 void SlotTable::forget(Slot& slot, Gone& gone) {
+  cut(slot);
   const uint32_t number = number_of(slot);
   const uint32_t holder = *map_.find(slot.key);
   if (holder == number) {
@@ -437,7 +523,8 @@ size_t SlotTable::quarantine(const int64_t* slots, size_t n, Gone& gone) {
   check(slots, n);
   for (size_t i = 0; i < n; ++i) {
     Slot& slot = at(slots[i]);
-    if (std::exchange(slot.quarantined, true)) continue;
+    if (slot.quarantined) continue;
+    slot.quarantined = true;
     ++counts_.quarantined;
     if (slot.state != State::kFree) continue;
     unlink_free(slot);
@@ -453,12 +540,14 @@ std::pair<size_t, size_t> SlotTable::mask(const int64_t* slots, size_t n) {
   Gone none;  // what is dropped is not journalled
   for (size_t i = 0; i < n; ++i) {
     Slot& slot = at(slots[i]);
-    if (std::exchange(slot.quarantined, true)) continue;
+    if (slot.quarantined) continue;
+    slot.quarantined = true;
     ++counts_.quarantined;
     if (slot.state == State::kFree) {
       unlink_free(slot);
       release(slot);
     } else if (slot.state == State::kReady && slot.journalled) {
+      cut(slot);
       listed += slot.pins == 0 ? 1 : 0;
       slot.state = slot.pins == 0 ? State::kMasked : State::kPrivate;
       --ready_;
@@ -498,7 +587,8 @@ size_t SlotTable::unmask(const int64_t* slots, size_t n) {
   while (n-- > 0) {  // so that the first is handed out first
     Slot& slot = at(slots[n]);
     const bool held = is_masked(slot);
-    if (!std::exchange(slot.quarantined, false)) continue;
+    if (!slot.quarantined) continue;
+    slot.quarantined = false;
     shown += held ? 1 : 0;
     if (slot.state == State::kLost) {
       --lost_;
@@ -554,7 +644,10 @@ void SlotTable::defer(const bool* mask) {
 
 void SlotTable::begin_walk() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  ++walk_;
+  if (++walk_ == 0) {  // the numbers begin anew
+    for (size_t i = 0; i < num_slots_; ++i) slots_[i].walked = 0;
+    ++walk_;
+  }
   cursor_ = slots_[masked_list_].next;
   walk_visits_ = num_slots_;
   walk_number_ = 0;
@@ -567,11 +660,12 @@ bool SlotTable::walk(uint64_t first_sequence, size_t budget, std::vector<Record>
 }
 
 bool SlotTable::walk_order(size_t& budget, uint64_t& sequence, std::vector<Record>& out) {
-  for (; cursor_ != used_list_ && walk_visits_ != 0; --walk_visits_) {
+  for (; cursor_ != kept_list_ && walk_visits_ != 0; --walk_visits_) {
     if (budget < kListCost) return true;
     budget -= kListCost;
     if (cursor_ == masked_list_) cursor_ = slots_[used_list_].next;
-    if (cursor_ == used_list_) break;
+    if (cursor_ == used_list_) cursor_ = slots_[kept_list_].next;
+    if (cursor_ == kept_list_) break;
     Slot& slot = slots_[cursor_];
     cursor_ = slot.next;
     take(slot, sequence, out);

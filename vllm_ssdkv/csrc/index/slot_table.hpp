@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -15,7 +16,7 @@
 
 namespace ssdkv {
 
-// Slots are numbered in 32 bits, four numbers are heads of lists, and one means "none".
+// Slots are numbered in 32 bits, five numbers are heads of lists, and one means "none".
 constexpr uint64_t kMaxSlots = (uint64_t{1} << 31) - 2;
 
 enum class State : uint8_t {
@@ -58,6 +59,7 @@ struct Moved {
 // Counts since the start.
 struct Counts {
   uint64_t allocated, evictions, published, duplicates, dropped, quarantined, recovered;
+  uint64_t retentions_cut;  // of slots that lost it before its time
 };
 
 // Numbers of slots in a range.
@@ -100,7 +102,7 @@ class SlotTable {
   const Key& key(int64_t slot) const;
   // Usage of the n slots from `first` on.
   Usage usage(int64_t first, size_t n) const;
-  // Evictable slots, the least recently used first.
+  // Evictable slots, in the order of eviction: the least recently used first, retained ones last.
   std::vector<int64_t> order() const;
   // Slots that hold nothing and nobody uses, by number.
   std::vector<int64_t> free_slots() const;
@@ -108,6 +110,12 @@ class SlotTable {
   // Take n slots, each pinned once and with a new epoch; at most obtainable() are there.
   std::vector<int64_t> allocate(size_t n, Gone& gone);
   void touch(const int64_t* slots, size_t n);
+  // Retain the ready ones of a chain, head first, until a time in seconds, or longer where they are
+  // already. The least recently used of more than `most` become ordinary, of those that nobody
+  // uses.
+  void retain(const int64_t* slots, size_t n, uint32_t until, size_t most);
+  // It is `now`: slots whose time has come become ordinary, as if just used.
+  void expire(uint32_t now);
   void pin(const int64_t* slots, size_t n);
   void unpin(const int64_t* slots, size_t n);
   // False when the slot stays private, or was so before.
@@ -145,11 +153,12 @@ class SlotTable {
   size_t writing() const { return writing_; }
   size_t pinned() const { return pinned_; }
   size_t lost() const { return lost_; }
+  size_t retained() const { return retained_; }
   const Counts& counts() const { return counts_; }
   size_t nbytes() const;
 
-  // Start to walk over everything journalled: what is masked and what may be evicted in order of
-  // use, then the rest by number. Belongs to the thread that walks.
+  // Start to walk over everything journalled: what is masked and what may be evicted in that order,
+  // then the rest by number. Belongs to the thread that walks.
   void begin_walk();
   // Sealed PUT records of the next few, with sequence numbers from `first_sequence`; false when
   // that was all. Whatever changes between two calls may be in the walk or not: the owner's own
@@ -162,12 +171,13 @@ class SlotTable {
     uint64_t epoch;
     uint32_t next, previous;  // in the list it is in, if any
     uint32_t pins;
-    uint32_t walked;  // number of the last walk that took it
     uint32_t older;   // plus one, a masked slot whose key it has; 0: there is none
+    uint32_t until;   // while ready, the time to which it is retained; 0: it is ordinary
+    uint16_t walked;  // number of the last walk that took it
     State state;
-    bool journalled;
-    bool quarantined;
-    bool deferred;
+    bool journalled : 1;
+    bool quarantined : 1;
+    bool deferred : 1;
   };
   static_assert(sizeof(Slot) == 64);
 
@@ -182,6 +192,11 @@ class SlotTable {
   void unlink(Slot& slot);
   void make_evictable(Slot& slot);
   void unlink_evictable(Slot& slot);
+  uint32_t list_of(const Slot& slot) const { return slot.until != 0 ? kept_list_ : used_list_; }
+  void make_ordinary(Slot& slot);
+  void cut(Slot& slot);
+  void keep_share();
+  void forget_old_times();
   void make_free(Slot& slot);
   void unlink_free(Slot& slot);
   void release(Slot& slot);
@@ -200,21 +215,28 @@ class SlotTable {
   void take(Slot& slot, uint64_t& sequence, std::vector<Record>& out);
 
   const size_t num_slots_;
-  // Heads of the lists of free, of deferred free, of masked and of evictable slots: the last four
-  // entries.
+  // Heads of the lists of free, of deferred free, of masked, of evictable ordinary and of evictable
+  // retained slots: the last five entries.
   const uint32_t free_list_;
   const uint32_t later_list_;
   const uint32_t masked_list_;
   const uint32_t used_list_;
+  const uint32_t kept_list_;
   HugePageArray<Slot> slots_;
   KeyMap map_;
   uint64_t last_epoch_ = 0;
   size_t free_ = 0, deferred_ = 0, evictable_ = 0, journalled_ = 0, writing_ = 0, pinned_ = 0,
-         lost_ = 0, ready_ = 0, masked_ = 0;
+         lost_ = 0, ready_ = 0, masked_ = 0, retained_ = 0;
   Counts counts_{};
 
+  // Slots by the time to which they are retained, tails of chains first. A slot may be there more
+  // often: only its entry at `until` counts.
+  std::map<uint32_t, std::vector<uint32_t>> times_;
+  size_t listed_times_ = 0;
+  size_t most_retained_ = 0;
+
   mutable std::mutex mutex_;
-  uint32_t walk_ = 0;       // number of the walk
+  uint16_t walk_ = 0;       // number of the walk
   uint32_t cursor_;         // next masked or evictable slot it will look at, or the list's head
   size_t walk_visits_ = 0;  // how many it may still look at: the list may grow before its eyes
   size_t walk_number_ = 0;  // then, the next slot by number

@@ -20,8 +20,14 @@ a request's whole chain when it ends, since chunks unpinned one by one put later
 earlier heads. A restart brings the order back as of the last rewrite of the journal (a clean close
 makes one), then in order of storing.
 
+**Retained slots** (:meth:`SlotIndex.retain`) are evicted when no other slot is evictable, in an LRU
+order of their own. One whose time has come is ordinary again, as if just used; so is the least
+recently used one where more are retained than may be. Only memory knows of it: a restart finds them
+as the most recently used.
+
 **Cost**: one cache line of 64 bytes per slot (key, epoch, list, pins, state), and 12 bytes in the
-table of keys where the slot holds a block; nothing else grows, and no slot has a Python object.
+table of keys where the slot holds a block, 4 to 8 more where it is retained; nothing else grows,
+and no slot has a Python object.
 Recovery needs up to 68 more for a while. A lookup is a hash, one look at the table and one at the
 slot.
 Rewrites of the journal walk over the slots in steps of some tenths of a millisecond
@@ -30,6 +36,8 @@ Rewrites of the journal walk over the slots in steps of some tenths of a millise
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
@@ -118,7 +126,14 @@ class SlotIndex:
     node_replicas = 1
     """Attribute of the protocol ``TierIndex``."""
 
-    def __init__(self, num_slots: int, journal: Journal | None, *, open_number: int = 0) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        journal: Journal | None,
+        *,
+        open_number: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Recover from what the journal said when it was opened.
 
         Args:
@@ -126,6 +141,7 @@ class SlotIndex:
             journal: None: nothing survives a restart.
             open_number: How often the store was opened, from the manifest; makes epochs unique
                 even for slots that were never journalled. The journal's own epochs raise it.
+            clock: Seconds, by which the time of retained slots passes.
 
         Raises:
             ValueError: ``num_slots`` is not in [1, 2^31 - 2], or below the journal's.
@@ -134,6 +150,7 @@ class SlotIndex:
         self.listener: IndexListener | None = None
         self._journal = journal
         self._table = SlotTable(num_slots)
+        self._clock, self._began = clock, clock()
         self._reserved = 0
         self._refused = 0
         self._out_of_range = 0
@@ -217,7 +234,8 @@ class SlotIndex:
         return filled and epoch == self.epoch(slot)
 
     def order(self) -> I64:
-        """Evictable slots, the least recently used first; int64, shape [n]."""
+        """Evictable slots in the order of eviction: ordinary ones, then retained ones, and of each
+        the least recently used first; int64, shape [n]."""
         return self._table.order()
 
     def free_slots(self) -> I64:
@@ -235,6 +253,21 @@ class SlotIndex:
             ValueError: a key has not 32 bytes.
         """
         self.touch(self.lookup(keys))
+
+    def retain(self, slots: I64, seconds: float, share: float) -> None:
+        """Keep the ready slots of a chain, head first, from eviction for so long, while ordinary
+        slots can be evicted in their place. A time that ends later stays.
+
+        ``share``: of all slots, so many are retained at most. More are while requests use them.
+        """
+        self._end_retentions()
+        most = int(share * (self.num_slots - self._table.lost))
+        until = math.ceil(self._clock() - self._began + seconds)
+        self._table.retain(slots, until, most)
+
+    def _end_retentions(self) -> None:
+        if self._table.retained:
+            self._table.expire(int(self._clock() - self._began))
 
     # ---- allocating ----
 
@@ -269,8 +302,8 @@ class SlotIndex:
     def allocate(self, n: int, *, reserved: bool = False) -> I64:
         """Take ``n`` slots for writing, each pinned once and with a new epoch.
 
-        Free slots first, of these the deferred ones last, then the least recently used ones are
-        evicted. All or nothing.
+        Free slots first, of these the deferred ones last, then slots are evicted in the order of
+        :meth:`order`. All or nothing.
 
         Args:
             n: How many.
@@ -289,6 +322,7 @@ class SlotIndex:
         if n > (self._table.obtainable if reserved else self.available()):
             self._refused += 1
             raise StoreFullError(f"{n} slots are needed: {self._situation()}")
+        self._end_retentions()
         slots, gone, epochs = self._table.allocate(n)
         self._tell_gone(gone, epochs)
         if reserved:
@@ -531,9 +565,9 @@ class SlotIndex:
     @property
     def counters(self) -> dict[str, int]:
         """Counts since the start, a copy: ``allocated``, ``evictions``, ``published``,
-        ``duplicates``, ``dropped``, ``quarantined``, ``recovered``, ``out_of_range``, ``refused``
-        (calls for slots that were not to be had), and those of the journal with the prefix
-        ``journal_``.
+        ``duplicates``, ``dropped``, ``quarantined``, ``recovered``, ``retentions_cut`` (slots that
+        were to be retained for longer), ``out_of_range``, ``refused`` (calls for slots that were
+        not to be had), and those of the journal with the prefix ``journal_``.
         """
         counts = self._table.counts() | {
             "out_of_range": self._out_of_range,
@@ -546,12 +580,14 @@ class SlotIndex:
     def gauges(self) -> dict[str, int]:
         """Gauges of now: numbers of slots, ``journal_bytes``, and ``journal_degraded`` (0 or 1)."""
         journal, table = self._journal, self._table
+        self._end_retentions()
         return {
             "free": table.free + table.deferred,
             "ready": table.ready,
             "writing": table.writing,
             "pinned": table.pinned,
             "evictable": table.evictable,
+            "retained": table.retained,
             "reserved": self._reserved,
             "masked": table.masked,
             "lost": table.lost,
