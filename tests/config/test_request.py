@@ -150,14 +150,15 @@ def test_what_a_request_has_retained() -> None:
     asked.arrived(request("ever", None, retaining({"priority": 100})))
     asked.arrived(request("both", {"ssdkv": {"retain": "1m"}}, retaining({"duration": 90})))
     asked.arrived(request("other", None, retaining({"duration": "?"}, kind="kv.fetch")))
-    names = ("hour", "plain", "hint", "ever", "both", "other", "none")
-    assert [asked.retained_s(name) for name in names] == [3600, 0, 3, 30 * 86400, 90, 0, 0]
+    asked.arrived(request("free", None, retaining({"priority": 0, "duration": 60})))
+    names = ("hour", "plain", "hint", "ever", "both", "other", "free", "none")
+    assert [asked.retained_s(name) for name in names] == [3600, 0, 3, 30 * 86400, 90, 0, 0, 0]
     assert asked.of("hour") == asked.of("plain"), "workers tell choices apart, not times"
     assert asked.ended("hour") == {"ssdkv": {"selector": "window", "retain": "3600s"}}
     assert asked.ended("both") == {"ssdkv": {"selector": "bounds", "retain": "90s"}}
     assert asked.ended("hint") is None
     assert asked.retained_s("hint") == 0
-    for name in ("plain", "ever", "other"):
+    for name in ("plain", "ever", "other", "free"):
         asked.ended(name)
     assert len(asked) == 0
 
@@ -184,13 +185,16 @@ def test_a_hint_that_is_none_is_said(directive: object) -> None:
     assert "kv.retain" in told["ssdkv"]["error"]
 
 
-def test_an_engine_without_a_store_of_its_own_retains_nothing_and_says_so() -> None:
+def test_an_engine_without_a_store_of_its_own_retains_nothing_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     counters = Counters()
     asked = RequestOverrides(CONFIG, counters, retains=False)
     asked.arrived(request("a", {"ssdkv": {"retain": "1h"}}))
     asked.arrived(request("b", None, retaining({"duration": 5})))
     assert [asked.retained_s(name) for name in "ab"] == [0, 0]
     assert counters.total("sparse_requests_refused") == 2
+    assert len(caplog.records) == 1, "a router sends it with every request"
     for name in "ab":
         told = asked.ended(name)
         assert told is not None

@@ -51,6 +51,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
     SlidingWindowManager,
     register_all_kvcache_specs,
 )
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -59,6 +60,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -291,6 +293,27 @@ def test_a_block_of_several_hashes_is_found_by_its_last_one() -> None:
     pool.cache_full_blocks(request, blocks, 0, 2, 2 * BLOCK, 1)
     found = [pool.get_cached_block(key, [1]) for key in request.block_hashes]
     assert found == [None, [blocks[0]], None, [blocks[1]]]
+
+
+def test_requests_bring_what_clients_and_routers_ask_for() -> None:
+    asked = {"ssdkv": {"retain": "1h"}}
+    given = EngineCoreRequest(
+        request_id="a",
+        prompt_token_ids=[7],
+        mm_features=None,
+        sampling_params=SamplingParams(extra_args={"kv_transfer_params": asked}),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+        kv_hints=KvHintsEnvelope("0.1", "b", [KvHintAction("c", "kv.retain", "1.0", {})]),
+    )
+    request = Request.from_engine_core_request(given, None)
+    assert request.kv_transfer_params == asked
+    assert request.kv_hints is not None
+    assert request.kv_hints.actions[0].action_type == "kv.retain"
+    assert Request("a", [7], SamplingParams(), None).kv_hints is None
 
 
 def test_freeing_goes_through_the_method_we_override() -> None:

@@ -197,6 +197,21 @@ def test_parts_that_keep_everything_go_together() -> None:
     assert len(groups.hit(KEYS, 0).slots) == BLOCKS // 2
 
 
+def test_all_that_a_retained_request_goes_on_from_is_retained() -> None:
+    """Of both parts of full attention, and the windows at the ends of what was found and asked."""
+    index = SlotIndex(3 * BLOCKS, None)
+    groups = groups_of([None, 40], index)
+    for group in range(2):
+        for key in groups.keys(KEYS, group):
+            store(index, key)
+    groups.touch(KEYS, 6, lambda slots: index.retain(slots, 60, 1.0))
+    for new in range(8 * BLOCKS):
+        store(index, bytes([100 + new]) * 32)
+    assert len(groups.hit(KEYS, 0).slots) == BLOCKS
+    assert len(groups.hit(KEYS[:6], 0).slots) == 6
+    assert BLOCKS < index.gauges()["retained"] < 2 * BLOCKS
+
+
 def test_a_context_of_which_hbm_has_a_window() -> None:
     """Page mode: the slots of all of it, the HBM blocks of its end."""
     index = SlotIndex(100, None)

@@ -204,6 +204,14 @@ def test_reuse_mode_stores_what_comes_back(make: Make) -> None:
     assert skipped(run, "admission") == 9
 
 
+def test_a_request_that_retains_its_blocks_is_admitted_at_once(make: Make) -> None:
+    run = make("reuse", admission="second_use")
+    asked = {"extra_args": {"kv_transfer_params": {"ssdkv": {"retain": "1m"}}}}
+    run.add("a", prompt(100), 1, asked)
+    run.run()
+    assert run.index.gauges()["retained"] == run.index.gauges()["ready"] == 6
+
+
 def test_page_mode_writes_what_leaves_the_window(make: Make) -> None:
     run = make("page", admission="second_use")
     blocks = 160 // BLOCK

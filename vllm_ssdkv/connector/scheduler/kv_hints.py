@@ -22,7 +22,8 @@ def hinted_retention(actions: Sequence[KvHintAction]) -> int:
     """Seconds for which vLLM's KV hints have a request's blocks retained; 0: they do not.
 
     A ``kv.retain`` action has ``directives`` for ranges of tokens. Here the longest of their
-    durations counts for the whole request; one without a duration lasts as long as may be.
+    durations counts for the whole request; one without a duration lasts as long as may be, and one
+    of priority 0 asks for nothing.
 
     Raises:
         ConfigError: an action has none, or another value for a duration.
@@ -32,9 +33,11 @@ def hinted_retention(actions: Sequence[KvHintAction]) -> int:
         if action.action_type != _RETAIN:
             continue
         directives = action.payload.get("directives")
-        if not isinstance(directives, list) or not all(isinstance(d, dict) for d in directives):
-            raise ConfigError(f"kv_hints: the action {_RETAIN} needs a list of directives")
-        for directive in directives[:_MOST]:
+        for directive in directives[:_MOST] if isinstance(directives, list) else [None]:
+            if not isinstance(directive, dict):
+                raise ConfigError(f"kv_hints: the action {_RETAIN} needs a list of directives")
+            if directive.get("priority") == 0:
+                continue
             seconds = directive.get("duration")
             if seconds is None:
                 seconds = MAX_DURATION_S

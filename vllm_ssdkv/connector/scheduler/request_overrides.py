@@ -62,6 +62,7 @@ class RequestOverrides:
         self._choices: dict[str, Choice | None] = {}
         self._refused: dict[str, str] = {}
         self._retained: dict[str, int] = {}
+        self._told = ""
 
     def __len__(self) -> int:
         """Requests that asked for something and have not ended."""
@@ -87,9 +88,13 @@ class RequestOverrides:
             text = str(error).encode("unicode_escape").decode()[:_MAX_CHARS]
             self._asked[name], self._refused[name] = EXACT, text
             self._counters.add("sparse_requests_refused", 1)
-            logger.warning(
-                "ssdkv: request %s gets exact attention; kv_transfer_params.ssdkv: %s", name, text
-            )
+            if text != self._told:  # a router sends the same with every request
+                logger.warning(
+                    "ssdkv: request %s gets exact attention; kv_transfer_params.ssdkv: %s",
+                    name,
+                    text,
+                )
+            self._told = text
         if name in self._asked:
             self._choices[name] = Choice.of(self._asked[name].applied(self._config))
 
