@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from vllm.model_executor.layers.linear import RowParallelLinear
 
 from tests.e2e.models import make_llama, prompts
 from tests.e2e.stock import Stock
@@ -141,8 +143,19 @@ def test_given_up_and_preempted(case: Case) -> None:
     case.assert_clean()
 
 
-def test_projected_k_and_v_are_those_of_the_model(case: Case) -> None:
+def test_projected_k_and_v_are_those_of_the_model(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case.share(1.0)
+    projector = case.worker.page_mode.projector
+    assert projector is not None
+    forward = RowParallelLinear.forward
+
+    def outputs(linear: RowParallelLinear, inputs: torch.Tensor) -> object:
+        assert not projector.projecting, "an output is projected for nothing"
+        return forward(linear, inputs)
+
+    monkeypatch.setattr(RowParallelLinear, "forward", outputs)
     with comparing() as compared:
         case.engine.answers(prompts((200,), 3), 40)
     assert compared.blocks > 50

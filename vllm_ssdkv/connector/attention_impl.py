@@ -192,7 +192,6 @@ class PagedAttentionImpl(AttentionImpl):
             return
         if paged.projector is not None and paged.projector.projecting:
             paged.projector.keep(key, value)
-            return
         store_new(paged, key, value, kv_cache, slot_mapping)
 
     def forward(
@@ -215,8 +214,7 @@ class PagedAttentionImpl(AttentionImpl):
             StepError: there are requests, and no step to attend for.
         """
         worker, paged = active_worker.worker(), active_worker.page_mode()
-        projector = None if paged is None else paged.projector
-        if attn_metadata is None or (projector is not None and projector.projecting):
+        if attn_metadata is None:
             return output.zero_()
         if paged is None or paged.step is None:
             warming_up = worker is not None and not worker.began

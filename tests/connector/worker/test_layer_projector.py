@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.linear import QKVParallelLinear
 
+from tests.profiling.simulation.families import one_rank
 from vllm_ssdkv.base.errors import StepError, UnsupportedError
 from vllm_ssdkv.connector.identity.module_tree import ModuleTree
 from vllm_ssdkv.connector.worker.layer_projector import LayerProjector
@@ -17,12 +23,13 @@ class Layer(torch.nn.Module):
 
     projector: LayerProjector | None = None
     calls = 0
+    seen: torch.Tensor
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         if self.projector is not None and self.projector.projecting:
+            self.seen = query
             self.projector.keep(key.view(-1, HEADS, SIZE), value.view(-1, HEADS, SIZE))
-            return torch.zeros_like(query)
         return query + key + value
 
 
@@ -52,6 +59,24 @@ class Masked(Rotating):
         return hidden_states + attention_mask
 
 
+class Fused(torch.nn.Module):
+    """With vLLM's fused layer, its weights in rows."""
+
+    def __init__(self, *, bias: bool):
+        super().__init__()
+        self.qkv_proj = QKVParallelLinear(HIDDEN, SIZE, HEADS, bias=bias, disable_tp=True)
+        self.o_proj = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.attn = Layer()
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter)
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        found, _ = self.qkv_proj(hidden_states)
+        query, key, value = found.chunk(3, dim=-1)
+        out: torch.Tensor = self.o_proj(self.attn(query, key * positions[:, None], value))
+        return out
+
+
 @pytest.fixture
 def tree() -> ModuleTree:
     tree = ModuleTree()
@@ -75,6 +100,39 @@ def test_k_and_v_of_other_tokens_are_those_that_they_had(tree: ModuleTree) -> No
         assert torch.equal(found[0], key.view(-1, HEADS, SIZE))
         assert torch.equal(found[1], value.view(-1, HEADS, SIZE))
         assert not projector.projecting
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[None]:
+    with one_rank(tmp_path, VllmConfig()):
+        yield
+
+
+@pytest.mark.usefixtures("rank")
+@pytest.mark.parametrize("bias", [False, True])
+def test_k_and_v_alone_are_projected(tree: ModuleTree, bias: bool) -> None:
+    torch.manual_seed(0)
+    module = Fused(bias=bias)
+    module.attn.projector = projector = LayerProjector([module.attn], tree)
+    module.o_proj.register_forward_pre_hook(lambda *_: pytest.fail("it projects an output"))
+    stored, positions = torch.randn(5, HIDDEN), torch.arange(5) + 7
+    linear = module.qkv_proj
+    wanted = torch.nn.functional.linear(stored, linear.weight, linear.bias).chunk(3, dim=-1)
+    key, value = projector.project(0, stored, positions)
+    torch.testing.assert_close(key.flatten(1), wanted[1] * positions[:, None])
+    torch.testing.assert_close(value.flatten(1), wanted[2])
+    assert not module.attn.seen.any()
+    assert "forward" not in vars(linear), "the next step projects queries"
+
+
+@pytest.mark.usefixtures("rank")
+def test_packed_weights_project_queries_as_well(tree: ModuleTree) -> None:
+    module = Fused(bias=False)
+    module.qkv_proj.quant_method.process_weights_after_loading(module.qkv_proj)
+    assert not module.qkv_proj.weight.numel()
+    module.attn.projector = projector = LayerProjector([module.attn], tree)
+    projector.project(0, torch.randn(5, HIDDEN), torch.arange(5))
+    assert module.attn.seen.any()
 
 
 def test_inputs_are_seen_where_they_are_wanted(tree: ModuleTree) -> None:

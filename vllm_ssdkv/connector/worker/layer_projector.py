@@ -3,24 +3,33 @@
 vLLM's ``Attention`` layer stands in a module of the model (``LlamaAttention``, ``OPTAttention``),
 which projects its input, norms and rotates, calls the layer, and projects the result. A hook of
 torch's sees that input, X, before the module does. To project X again the same module is called
-with it, while page mode's backend takes K and V from it and attends to nothing. So each family has
-its own norms and position embedding. Queries and outputs are computed as well, for nothing.
+with it, and left where page mode's backend has K and V: attention and the output's projection are
+not computed. So each family has its own norms and position embedding. Where the model has vLLM's
+fused layer for Q, K and V, with plain weights in their rows, queries are not projected. Layers for
+CPUs keep packed weights only, and quantised ones scales beside them: queries are computed there,
+for nothing.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final, NoReturn
 
 import torch
+from vllm.model_executor.layers.linear import QKVParallelLinear, UnquantizedLinearMethod
 
 from vllm_ssdkv.base.errors import StepError, UnsupportedError
 from vllm_ssdkv.connector.identity.module_tree import TREE, ModuleTree
 
 INPUTS: Final = "hidden_states"
 POSITIONS: Final = ("positions", "position_ids")
+
+
+class _KeptError(Exception):
+    """Leaves a module whose K and V are there."""
 
 
 class LayerProjector:
@@ -32,7 +41,7 @@ class LayerProjector:
 
     Attributes:
         recording: Whether X of the layers to come is to be seen.
-        projecting: Whether a module projects stored X: page mode's backend attends to nothing then.
+        projecting: Whether a module projects stored X: page mode's backend has it left then.
     """
 
     def __init__(self, layers: Sequence[torch.nn.Module], tree: ModuleTree = TREE):
@@ -47,6 +56,7 @@ class LayerProjector:
         self.recording = self.projecting = False
         self._modules = [_holder(layer, tree) for layer in layers]
         self._positions = [_positions_name(module) for module in self._modules]
+        self._without_queries = [_without_queries(module) for module in self._modules]
         self._places = [_arguments(module).index(INPUTS) for module in self._modules]
         self._seen: dict[int, torch.Tensor] = {}
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -73,9 +83,11 @@ class LayerProjector:
             )
         return self._seen.pop(layer)
 
-    def keep(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Take K and V, [N, Hkv, D], of stored X from the layer that would cache them."""
+    def keep(self, key: torch.Tensor, value: torch.Tensor) -> NoReturn:
+        """Take K and V, [N, Hkv, D], of stored X from the layer that would cache them, and leave
+        the module."""
         self._kept = key, value
+        raise _KeptError
 
     def project(
         self, layer: int, inputs: torch.Tensor, positions: torch.Tensor
@@ -89,7 +101,10 @@ class LayerProjector:
         others = {} if name is None else {name: positions}
         self.projecting = True
         try:
-            self._modules[layer](**{INPUTS: inputs}, **others)
+            with self._without_queries[layer]():
+                self._modules[layer](**{INPUTS: inputs}, **others)
+        except _KeptError:
+            pass
         finally:
             self.projecting = False
             kept, self._kept = self._kept, None
@@ -111,6 +126,37 @@ def _holder(layer: torch.nn.Module, tree: ModuleTree) -> torch.nn.Module:
             "inputs: set offload.x_share to 0"
         )
     return module
+
+
+def _without_queries(module: torch.nn.Module) -> Callable[[], AbstractContextManager[None]]:
+    """What has a module project K and V alone while it is entered, where that is possible."""
+    for linear in module.children():
+        if (
+            isinstance(linear, QKVParallelLinear)
+            and isinstance(linear.quant_method, UnquantizedLinearMethod)
+            and len(linear.weight) == linear.output_size_per_partition
+            and linear.return_bias
+            and not linear.skip_bias_add
+        ):
+            return functools.partial(_keys_and_values, linear)
+    return nullcontext
+
+
+@contextmanager
+def _keys_and_values(linear: QKVParallelLinear) -> Iterator[None]:
+    """Zeros for queries, and K and V, from a layer that projects all of them."""
+    queries = linear.num_heads * linear.head_size
+    bias = None if linear.bias is None else linear.bias[queries:]
+
+    def forward(inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        found = torch.nn.functional.linear(inputs, linear.weight[queries:], bias)
+        return torch.nn.functional.pad(found, (queries, 0)), None
+
+    linear.forward = forward
+    try:
+        yield
+    finally:
+        del linear.forward
 
 
 def _arguments(module: torch.nn.Module) -> list[str]:
