@@ -30,8 +30,8 @@ _INTRO: Final = """\
 # On GPUs
 
 What has run on a GPU, on which and when. A cell says "not measured" where nothing was measured;
-nothing is extrapolated. `make test` runs all of this on CPUs, kernels in Triton's interpreter,
-which says nothing about speed.
+nothing is extrapolated. The files of results also have the times of a layer's parts. `make test`
+runs all of this on CPUs, kernels in Triton's interpreter, which says nothing about speed.
 
 To run it yourself, without a network on the machine with the GPU:
 
@@ -226,15 +226,8 @@ def _decode(rows: Sequence[Row]) -> list[str]:
         else:
             why = values.get(NOT_MEASURED)
             text = f"{NOT_MEASURED}: {why}" if why else _figures(row)
-            speed.append((row.case, text, "", "", "", ""))
-    head = (
-        "Case",
-        "Tokens/s",
-        "Step, ms",
-        "Our Python",
-        "Of a layer, ms, timed part by part",
-        "Read for a token, MB",
-    )
+            speed.append((row.case, text, "", "", ""))
+    head = ("Case", "Tokens/s", "Step, ms", "Our Python", "Read for a token, MB")
     told = f"{', '.join(about)}, random weights and contexts, greedy{plain}:" if about else "Speed:"
     parts = [_table(("Tokens in fp32", "Result"), tokens), told, _table(head, speed)]
     if late:
@@ -244,22 +237,17 @@ def _decode(rows: Sequence[Row]) -> list[str]:
 
 def _speed(values: Mapping[str, float | str]) -> tuple[str, ...]:
     """Cells of a case that was measured."""
-
-    def by_part(of: str, scale: float) -> str:
-        found = [
-            (name.removeprefix(of).replace("_", " "), value * scale)
-            for name, value in values.items()
-            if name.startswith(of) and not isinstance(value, str)
-        ]
-        return ", ".join(f"{name} {_number(value)}" for name, value in found if value >= 0.01)
-
+    reads = [
+        (name.removeprefix("bytes_per_token.").replace("_", " "), value * 1e-6)
+        for name, value in values.items()
+        if name.startswith("bytes_per_token.") and not isinstance(value, str)
+    ]
     share = values.get("python_share")
     return (
         _number(values["tokens_per_s"]),
         _number(values["step_ms"]),
         f"{share:.0%}" if isinstance(share, float) else "",
-        by_part("layer_ms.", 1.0),
-        by_part("bytes_per_token.", 1e-6),
+        ", ".join(f"{name} {_number(value)}" for name, value in reads if value >= 0.01),
     )
 
 

@@ -96,8 +96,6 @@ def test_decoding_tells_speed_parts_and_what_did_not_fit(tmp_path: Path) -> None
         Figure("tokens_per_s", 12.5),
         Figure("step_ms", 80.0),
         Figure("python_share", 0.25),
-        Figure("layer_ms.model", 1.5),
-        Figure("layer_ms.wait", 0.0),
         Figure("bytes_per_token.dram_token_pages", 2.5e9),
     ]
     equal = [Figure("tokens", 48), Figure("tokens_equal", 48)]
@@ -112,8 +110,8 @@ def test_decoding_tells_speed_parts_and_what_did_not_fit(tmp_path: Path) -> None
     write(tmp_path, rows)
     page = gpu_page(tmp_path)
     assert "| tokens of llama | 48 of 48 equal |" in page
-    assert f"| {bounds} | 12.5 | 80 | 25% | model 1.5 | dram token pages 2500 |" in page
-    assert f"| {full} | not measured: does not fit HBM: takes 90 GiB |  |  |  |  |" in page
+    assert f"| {bounds} | 12.5 | 80 | 25% | dram token pages 2500 |" in page
+    assert f"| {full} | not measured: does not fit HBM: takes 90 GiB |  |  |  |" in page
     assert f"\n\nNot measured: {drive}.\n" in page
 
 

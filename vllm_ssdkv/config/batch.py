@@ -71,7 +71,7 @@ class BatchConfig(OptionModel):
             le=1_000_000,
             description="Number of batches that the server remembers, ended ones included. A new "
             "batch replaces the oldest ended one of the API key that has the most batches. It is "
-            "refused if none has ended, or if all ended ones belong to keys that have no more "
+            "refused if none has ended, or if every ended one belongs to a key with no more "
             "batches than its own key has unended.",
         ),
         Reason("1,000: a batch an hour for six weeks; an ended batch takes less than 2 KiB."),

@@ -340,11 +340,11 @@ class SSDKVConfig(OptionModel):
             "mean and variance of their keys, and `codes` by logits of their tokens from K in two "
             "bits. `sparf` chooses pages or tokens by logits from a few channels of K; the store "
             "then holds a second copy of K. `adaptive` takes pages by the scores of one of them "
-            "until they cover enough of the attention. `swarm` takes clusters of pages that the "
+            "until these cover enough of the attention. `swarm` takes clusters of pages that the "
             "request's queries chose together. `window` attends to the first and the newest "
             "tokens only, for comparison. `module:Class` is a class of your own (docs/guests.md). "
-            "Prompts are always exact. Stores made for `exact`, for channels, for `spread`, for "
-            "`codes` and for the others cannot replace each other."
+            "Prompts are always exact. Stores for `exact`, channels, `spread`, `codes` and the "
+            "others cannot replace each other."
         ),
         Reason("exact: lossless."),
         PerRequest(
@@ -388,15 +388,14 @@ class SSDKVConfig(OptionModel):
         Field(
             ge=0,
             le=1_000_000_000,
-            description="Verify one hit in this many, the first four after a start, and the first "
-            "one after a reset of the cache: compute the last block of the hit and compare it "
-            "with the stored one. If they differ by more than rounding, the store is suspended: "
-            "nothing in it is found any more, blocks stored before the last good comparison stay, "
-            "and an alert fires. `ssdkv resume` ends the suspension. 0 verifies none.",
+            description="Verify one hit in this many, the first four after a start, and the "
+            "first one after a reset of the cache: compute the last block of the hit and compare "
+            "it with the stored one. If they differ by more than rounding, the store is "
+            "suspended until `ssdkv resume`, and an alert fires. 0 verifies none.",
         ),
         Reason(
-            "256: the keys already exclude KV of other weights or settings. This finds errors "
-            "that no list of settings foresees, and costs the time of one block in 256 hits."
+            "256: the keys already exclude KV of other weights or settings. This finds unforeseen "
+            "errors, and costs the time of one block in 256 hits."
         ),
     ] = 256
     admission: Annotated[
@@ -404,9 +403,8 @@ class SSDKVConfig(OptionModel):
         Field(
             description="Blocks that are written to the devices. `all` writes every block. "
             "`second_use` writes the blocks that requests recently computed or found a second "
-            "time; its count of all blocks forgets with time, starts anew with the engine, and "
-            "takes 8 to 16 bytes of memory per slot. In page mode other blocks are written only "
-            "when they leave the window."
+            "time; the count takes 8 to 16 bytes of memory per slot, and starts anew with the "
+            "engine. In page mode other blocks are written only when they leave the window."
         ),
         Reason(
             "all: a prefix is found the first time that it is asked for again. second_use reduces "
@@ -446,8 +444,7 @@ class SSDKVConfig(OptionModel):
         Field(
             description="Tell raw block devices by TRIM about unused space: everything when a "
             "store is created there, and all slots that a reset of the cache dropped. This "
-            "happens in idle moments, at 1 GiB per second at most. Data files are never trimmed "
-            "and keep their space."
+            "happens in idle moments, at 1 GiB per second at most. Data files are never trimmed."
         ),
         Reason(
             "false: slots are soon written again, which frees the old bytes just as well, and "

@@ -202,13 +202,12 @@ class IoConfig(OptionModel):
             description="Read buffer per worker, part of dram_gib. Page mode reads contexts "
             "through it that are not in DRAM; reuse mode does not use it. An eighth of it holds "
             "the selectors' data. With `encryption`, half as much again holds slots on their way "
-            "to the devices, in either mode.",
+            "to the devices.",
         ),
         Allowed(SIZE_TEXT, is_size=True),
         BeforeValidator(size_or_none),
         Reason(
-            "null: 64MiB, or a quarter of the DRAM if that is less. A quarter of it is in flight "
-            "from several devices while the next one is attended to. Writes wait in frames: for a "
+            "null: 64MiB, or a quarter of the DRAM if that is less. Writes wait in frames: for a "
             "larger write buffer, raise dram_gib."
         ),
         _STAGES,

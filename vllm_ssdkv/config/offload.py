@@ -138,12 +138,11 @@ class OffloadConfig(OptionModel):
         AfterValidator(partial(checked_name, DEVICES)),
         Field(
             description="Device that attends. `host`: threads of this machine attend to the "
-            "contexts in DRAM, and to data as it arrives from the drives; queries and partial "
-            "results travel in place of K and V. `fpga`: the kernels of an FPGA attend to the "
-            "same pages, run by a `backend`; they take float16 and bfloat16, and heads of 64, 128 "
-            "or 256 channels. `node`: the storage nodes of `nodes` attend to the data on their "
-            "drives, and only queries and partial results travel. `module:Class` is a class of "
-            "your own (docs/guests.md)."
+            "contexts in DRAM, and to data as it arrives from the drives. `fpga`: the kernels of "
+            "an FPGA attend to the same pages, run by a `backend`; they take float16 and "
+            "bfloat16, and heads of 64, 128 or 256 channels. `node`: the storage nodes of `nodes` "
+            "attend to the data on their drives. Only queries and partial results travel. "
+            "`module:Class` is a class of your own (docs/guests.md)."
         ),
         Reason("host: it needs no other hardware."),
     ] = "host"
@@ -210,8 +209,8 @@ class OffloadConfig(OptionModel):
         Field(
             description="Share of the context that the device attends to; the accelerator attends "
             "to the rest. `auto` measures both, and divides the work so that they end together. "
-            "Contexts are divided by blocks; blocks that are read from drives stay together. The "
-            "chosen pages of a layer stay together as well, and go to the device from 0.5 on."
+            "Blocks that are read from drives stay together, and so do the chosen pages of a "
+            "layer, which go to the device from 0.5 on."
         ),
         Allowed('"auto" or a number from 0 to 1'),
         BeforeValidator(_share),

@@ -89,10 +89,7 @@ class ScoringConfig(OptionModel):
     ] = "codes"
     code_bits: Annotated[
         Literal[1, 2, 4],
-        Field(
-            description="Bits per number of K in `codes`. A store made with one value cannot be "
-            "used with another."
-        ),
+        Field(description="Bits per number of K in `codes`. A store cannot change it."),
         Reason(
             "2: it gives the answers of exact attention from a fourteenth of the KV "
             "(docs/accuracy.md). 1 bit takes about half of that, 4 bits take twice as much."
@@ -105,8 +102,7 @@ class ScoringConfig(OptionModel):
             description="Approximate the tokens that a query does not attend to by the mean V of "
             "all tokens, weighted by the mass that scores give them (`sparf` and `spread`; step 5 "
             "of SparQ). Summaries of `spread` then hold a sum of V for each block, 1/(block size) "
-            "of the KV more. A store of `spread` made with it cannot be used without it, nor the "
-            "reverse."
+            "of the KV more. A store of `spread` cannot change it."
         ),
         Reason(
             "false: with `sparf` it makes the distance from exact attention on text 1.6 times as "
@@ -185,8 +181,7 @@ class SparseConfig(ScoringConfig):
         Reason(
             "0.9: chosen before `codes` existed. To find single words in a long text take 0.95, "
             "which gave the answers of exact attention from a tenth of the pages "
-            "(docs/accuracy.md). The estimate by `codes` is correct and that by `sparf` too high; "
-            "`bounds` overrates irrelevant pages."
+            "(docs/accuracy.md)."
         ),
         _CHOOSES,
     ] = 0.9
@@ -210,9 +205,8 @@ class SparseConfig(ScoringConfig):
         ),
         Reason(
             "null: the length at which the budget is twice the window, and at least 4,096. Below "
-            "that length HBM holds most of the budget anyway, and little would be chosen from the "
-            "context. Below 4,096 choosing takes longer than attending to everything in DRAM "
-            "(measured by `ssdkv lab bench decode` for one request at a time)."
+            "it HBM holds most of the budget anyway. Below 4,096 choosing takes longer than "
+            "attending to everything in DRAM (`ssdkv lab bench decode`, one request at a time)."
         ),
         _CHOOSES,
     ] = None
@@ -233,13 +227,11 @@ class SparseConfig(ScoringConfig):
             "for each layer and KV head. `position` groups neighbours, `keys` tokens with similar "
             "K, `coactivation` tokens that the last queries of the prompt's step attended to "
             "together (blocks that decoding completes use K). The pages of `sink_tokens` and "
-            "layers with a sliding window keep their tokens. A store made with one order cannot "
-            "be used with another."
+            "layers with a sliding window keep their tokens. A store cannot change it."
         ),
         Reason(
-            "keys: the same bytes carry more attention. On text, with blocks of 128 tokens, it "
-            "took 20 % off the distance of `sparf` from exact attention, and 41 % off that of "
-            "`spread`; blocks of one page gain nothing "
+            "keys: the same bytes carry more attention. On text it took 20 % off the distance of "
+            "`sparf` from exact attention, and 41 % off that of `spread` "
             "(docs/decisions/018-tokens-by-key-and-no-mean-v.md)."
         ),
         _CHOOSES,
@@ -252,8 +244,8 @@ class SparseConfig(ScoringConfig):
             "layers with a sliding window do not count.",
         ),
         Reason(
-            "0: all layers keep to the budget. Some models spread attention in their first one or "
-            "two layers; each costs a full read of the context in that layer."
+            "0: all layers keep to the budget. Some models spread attention in their first "
+            "layers; each costs a full read of the context."
         ),
         _CHOOSES,
     ] = 0
@@ -267,8 +259,7 @@ class SparseConfig(ScoringConfig):
         ),
         Reason(
             "1: every token attends to the choice of its own query. More saves time and reads; "
-            "`ssdkv lab bench accuracy --reuse-steps` measures the loss of accuracy for the demo's "
-            "model."
+            "`ssdkv lab bench accuracy --reuse-steps` measures the loss of accuracy."
         ),
         _CHOOSES,
     ] = 1
@@ -283,8 +274,7 @@ class SparseConfig(ScoringConfig):
         ),
         Reason(
             "0.8: neighbouring queries of language models are reported to have 0.84 on average. "
-            "Queries of the demo's model differ nearly every time: the medians of its three "
-            "layers are 0.76, 0.17 and -0.06, so it reuses next to nothing."
+            "Queries of the demo's model differ more, so it reuses next to nothing."
         ),
         _CHOOSES,
         _REUSES,
@@ -299,12 +289,10 @@ class SparseConfig(ScoringConfig):
         BeforeValidator(size_or_none),
         Reason(
             "null: four fifths of dram_gib after `io.staging` and `summaries`, at most the "
-            "contexts that can run at a time. The rest holds whole blocks, which are written from "
-            "there, found again, and read by requests that attend to everything. While requests "
-            "that choose need less, whole blocks also use all but a 32nd of it; a given size is "
-            "for single pages only. A step mostly needs the pages of the step before, and does "
-            "not read them again if all of them fit: with half of that memory, it took three "
-            "times as long."
+            "contexts that can run at a time. The rest holds whole blocks, which also use all but "
+            "a 32nd of this memory while choosing requests need less; a given size is for single "
+            "pages only. A step mostly needs the pages of the step before: with half of the "
+            "memory for them, it took three times as long."
         ),
         _CHOOSES,
     ] = None
@@ -331,26 +319,21 @@ class SparseConfig(ScoringConfig):
             ge=0,
             description="GPU memory per worker for the summaries of `bounds`, `window`, `spread` "
             "and `codes`, which then neither cross PCIe for every token nor take part of "
-            "dram_gib. It is taken before vLLM measures the memory for its KV cache, and counts "
-            "in --gpu-memory-utilization. Summaries stay in DRAM on a CPU, if the GPU has no room "
-            "for this, or if it would hold those of fewer blocks than DRAM. 0 keeps them in DRAM.",
+            "dram_gib. It counts in --gpu-memory-utilization. Summaries stay in DRAM on a CPU, "
+            "and if the GPU has room for fewer blocks than DRAM. 0 keeps them in DRAM.",
         ),
         Allowed(SIZE_TEXT, is_size=True),
         BeforeValidator(parse_size),
-        Reason(
-            "0: the gain was not measured, and the KV cache is smaller by as much. Bounds take "
-            "1/page_tokens of the KV of all contexts that are chosen from."
-        ),
+        Reason("0: the gain was not measured, and the KV cache is smaller by as much."),
         _KEEPS_RECORDS,
     ] = 0
     page_policy: Annotated[
         Literal["lru", "frequency", "decay"],
         Field(
             description="Eviction policy for single pages, in `page_cache` and in `hbm_pages`. "
-            "`lru` evicts the page chosen longest ago. `decay` evicts the page chosen least "
-            "often; each token takes three tenths off the earlier count. `frequency` evicts the "
-            "page with the smallest frequency times read time; the frequency grows by one when a "
-            "page is chosen and falls by one per token when it is cached and not chosen (Swarm)."
+            "`lru` evicts the page chosen longest ago, `decay` the page chosen least often, where "
+            "each token takes three tenths off the earlier count. `frequency` evicts the page "
+            "with the smallest frequency times read time (Swarm)."
         ),
         Reason(
             "lru: the next query mostly chooses the same pages, and pages of ended requests go "
@@ -386,10 +369,9 @@ class SparseConfig(ScoringConfig):
         Reason(
             "null: enough for as many requests of `--max-model-len` as can run at a time, by "
             "`--max-num-seqs` and by the room in HBM for their windows. It is at most two fifths "
-            "of dram_gib after `io.staging`, or more for channels, which are larger "
-            "(docs/sizing.md). A request that cannot choose reads its whole context for every "
-            "token. While fewer or shorter contexts run, whole blocks also use the rest; a given "
-            "size is for summaries only."
+            "of dram_gib after `io.staging`, or more for channels (docs/sizing.md). While fewer "
+            "or shorter contexts run, whole blocks also use the rest; a given size is for "
+            "summaries only."
         ),
         _CHOOSES,
     ] = None

@@ -76,3 +76,4 @@ def test_the_last_row_of_a_model_counts(tmp_path: Path) -> None:
     assert read_rows(path) == [new]
     line = "| llama | Llama | not run | refused: no: leave it | vLLM 0.32.0, 2026-11-30 |"
     assert line in models_page([new]).splitlines()
+    assert models_page([old]).endswith("\n\n`make models` has not reached these yet: Llama.\n")

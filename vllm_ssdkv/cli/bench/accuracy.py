@@ -126,21 +126,19 @@ def accuracy(
 ) -> None:
     """Measure the accuracy of each selector and budget: right answers, and distance from dense.
 
-    Suite `recall` asks the recall model. An answer is right when all of its tokens are. Its first
-    token comes from the prompt, which is exact, the others from sparse decode. Some steps
-    (--compare-every) compare the computed attention with exact attention over the same context.
-    `error` is the relative L2 distance of the outputs, the mean over layers and heads. `mass` is
-    the share of the softmax in the window and the chosen pages, and `estimate` that share by the
-    selector's own estimate (for recall in --json only). `recall` is the mass of the chosen pages
-    over that of the best choice of the same size.
+    Suite `recall` asks the recall model. An answer is right when all of its tokens are; its first
+    token comes from the prompt, which is exact. Some steps (--compare-every) compare the computed
+    attention with exact attention over the same context. `error` is the relative L2 distance of the
+    outputs, `mass` the share of the softmax in the window and the chosen pages, and `estimate` the
+    selector's own estimate of it (only with --json). `recall` is the mass of the chosen pages over
+    that of the best choice of the same size.
 
-    The other suites force the right continuation of real text on the model given by --model, and
-    compare the log-probabilities of all words with those of exact attention. `text` has four
-    documents of prose and code: `KL` is the divergence per token in nats, `loss` the loss of the
-    forced tokens, `same` the share of equal first choices. `needles` asks for numbers in the first
-    half of a document, `json` for fields of a table in a document. A number or field is right when
-    all of its tokens are the model's first choice. `read` is the size of the chosen pages for each
-    decoded token, `DRAM` the summaries' share of the KV.
+    The other suites force the right continuation of real text on the model of --model, and compare
+    the log-probabilities of all words with those of exact attention. `text` has four documents:
+    `KL` is the divergence per token in nats, `loss` the loss of the forced tokens, `same` the share
+    of equal first choices. `needles` asks for numbers in the first half of a document, `json` for
+    fields of a table. They are right when all tokens are the model's first choice. `read` is the
+    size of the chosen pages per token, `DRAM` the summaries' share of the KV.
     """
     from vllm_ssdkv.profiling.rig.plot import require_plot
 

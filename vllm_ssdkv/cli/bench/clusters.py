@@ -57,10 +57,10 @@ def clusters(
 ) -> None:
     """Compare clusters of pages with single pages, on the traces of a directory.
 
-    Methods are No Cluster (single pages by each selector, in the text's order and with similar keys
-    or co-activated tokens in a page), blocks of InfLLM, PQ, k-means on keys, and Swarm with its
-    ablations. Read times come from a model of drives: the maximum of bytes by bandwidth and
-    requests by IOPS. The last table compares with published numbers.
+    Methods are No Cluster (single pages by each selector, also with similar or co-activated tokens
+    in a page), blocks of InfLLM, PQ, k-means on keys, and Swarm with its ablations. Read times come
+    from a model of drives: the maximum of bytes by bandwidth and requests by IOPS. The last table
+    compares with published numbers.
 
     The command reads no drives and runs no engine; it takes minutes of one core.
     """

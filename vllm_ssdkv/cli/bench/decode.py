@@ -122,17 +122,16 @@ def decode(
 ) -> None:
     """Decode from contexts on slow emulated devices, and show tokens per second, bytes and times.
 
-    The devices are slower than real ones by the same factor in bandwidth and requests, so that the
-    ratios are those of a machine whose model is as large as its drives are fast. `x` is the speed
-    over that of exact attention in the same turn.
+    The devices are slower than real ones by the same factor in bandwidth and requests, so ratios
+    hold. `x` is the speed over that of exact attention in the same turn.
 
     The I/O time adds up, layer by layer, the time of the busiest device for all reads, prefetches
-    included. `overlap` is the time of a step over the longer one of that and of all that is not
+    included. `overlap` is the time of a step over the longer of that and of all that is not
     waiting.
 
-    A selector cannot choose pages before it has the layer's query: each layer has to choose the
-    pages, look them up, check them, and wait for the latency of a device, in sequence. `const` is
-    the sum of these, for one layer, and `less` the overlap of a step without it.
+    Each layer has to choose pages, look them up, check them, and wait for the latency of a device,
+    in sequence. `const` is the sum of these for one layer, and `less` the overlap of a step without
+    it.
     """
     from vllm_ssdkv.profiling.rig.plot import require_plot
 

@@ -58,10 +58,10 @@ def mlperf_kv(
     """Run the store under the KV-cache workload of MLPerf Storage 3.0.
 
     Users chat, write code and read documents. Each prompt is written, and read again for every 32
-    tokens of its answer; a turn reads the turn before, and some begin with a system prompt that all
-    users share. The command computes nothing and has no DRAM tier: it is `--gpu-mem-gb 0
-    --cpu-mem-gb 0 --generation-mode none` of the benchmark. Its workload was written anew from its
-    public description, so this is no MLPerf result, and must not be called one.
+    tokens of its answer. A turn reads the turn before, and some begin with a shared system prompt.
+    The command computes nothing and has no DRAM tier, like `--gpu-mem-gb 0 --cpu-mem-gb 0
+    --generation-mode none` of the benchmark. Its workload was written anew from its public
+    description, so this is no MLPerf result, and must not be called one.
 
     Cached tokens/s are tokens whose KV was read from SSDs; latencies are of whole prompts. The
     store is made in the directories and removed.

@@ -99,16 +99,16 @@ def offload(
     A small model decodes without vLLM. `none`: the thread of the step attends to contexts in DRAM,
     and as they come over the links of plain drives. `host`: the host's device attends. `shared`:
     both do, by `offload.share: auto`. `instinfer` and `smartssd`: drives with the timing of the
-    papers attend to their parts of the pages, which the host computes for them; no case is faster
-    than that.
+    papers attend to their parts of the pages. The host computes for them, so no case is faster than
+    the host.
 
     The drives that attend are charged for the intervals between two writes; the store writes blocks
     of the same number of tokens. The X-cache is a model: projecting X is measured for `--x-share`,
     and the best share follows from the rates of this run.
 
-    `--dilation` slows the drives and their links down against the papers', so that a small machine
-    can keep up with eight of them: ratios hold, tokens/s do not. Bytes come from the metrics. The
-    last table has the ratios of this run that the papers publish for their machines.
+    `--dilation` slows the drives and their links down, so that a small machine can keep up with
+    eight of them: ratios hold, tokens/s do not. The last table has the ratios that the papers
+    publish.
     """
     from vllm_ssdkv.profiling.offload.bench import WAYS, Settings, run
     from vllm_ssdkv.profiling.offload.tables import tables

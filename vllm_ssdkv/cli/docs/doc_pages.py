@@ -140,7 +140,8 @@ def _option_item(option: Option) -> str:
     told = all(f"`{name}`" in option.description for name in names)
     begin, _, rest = option.reason.partition(": ")
     value = (option.default or "").strip('"')
-    same = begin in (value, "Empty" if value in ("[]", "{}") else f"{value}".removesuffix(".0"))
+    plain = "Empty" if value in ("[]", "{}") else value.removesuffix(".0")
+    same = begin.replace(",", "") in (value, plain)
     why = rest if rest and same else option.reason
     default = "Required" if option.default is None else f"Default `{option.default}`"
     limits = "" if told else f" Allowed: {allowed}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Final
 
@@ -22,7 +23,6 @@ than a third of the longest one.
 - *failed*: the start or an answer failed in another way. It is a defect of this package.
 - *not started*: stock vLLM does not start this tiny model on this CPU. Other tests may serve its
   kind of model ([not-there.md](not-there.md)).
-- *not run*: `make models` has not reached it yet.
 
 The tier ([tier.md](tier.md)) was run with none of them, because vLLM's CPU build offloads nothing.
 Architectures that transformers lacks, and models with images or sound, are not listed.
@@ -40,7 +40,10 @@ def models_page(rows: Sequence[Row]) -> str:
             line["run"] = f"vLLM {row.vllm}, {row.date}"
     head = ("Family", "Architecture", *(f"Mode `{mode}`" for mode in MODES), "Run")
     lines = [
-        (family, name, *(line.get(mode, NOT_RUN) for mode in MODES), line.get("run", ""))
+        (family, name, *(line.get(mode, NOT_RUN) for mode in MODES), line["run"])
         for (family, name), line in cells.items()
+        if "run" in line
     ]
-    return f"{NOTICE}\n\n{_INTRO}\n{table(head, lines)}\n"
+    others = ", ".join(name for (_, name), line in cells.items() if "run" not in line)
+    rest = textwrap.fill(f"`make models` has not reached these yet: {others}.", 100) + "\n"
+    return f"{NOTICE}\n\n{_INTRO}\n{table(head, lines)}\n" + (f"\n{rest}" if others else "")

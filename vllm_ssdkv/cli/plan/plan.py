@@ -181,10 +181,9 @@ def plan(
 ) -> None:
     """Find the fastest way to serve a model and a workload on a machine.
 
-    The plan has the mode, the selector, the number of concurrent requests and the division of DRAM;
-    the throughput, the time to first token, the data of each tier and drive, the life of the
-    drives, watts and cost; the limit, and the gain of one more part. The last line is the command
-    that starts vLLM.
+    The plan has mode, selector, concurrent requests and the division of DRAM. It also has
+    throughput, time to first token, the data of each tier and drive, the life of the drives, watts,
+    cost, the limit, and the gain of one more part. The last line is the command that starts vLLM.
 
     By default, ssdkv picks the fastest configuration that produces exactly the tokens of stock
     vLLM. Numbers are simulated; `docs/sizing.md` compares them with measurements. When no

@@ -82,12 +82,12 @@ def profile(
 
     A trace holds, for each layer and head, all keys and the queries of the decode steps and of the
     prompt's end. Attention is exact; the next token of each decode step is the document's. A second
-    run records only the missing documents, so an interrupted run can go on.
+    run records only the missing documents.
 
-    The tables show the share of a decode step's pages that the step before had and the share that
-    popularity predicts, with another document's profile as the control. The half test shows half of
-    a step's pages and predicts the other half. `ssdkv lab bench clusters DIR` measures methods on
-    the same traces.
+    The tables show the share of a decode step's pages that the step before had, and the share that
+    popularity predicts. Another document's profile is the control. The half test predicts half of a
+    step's pages from the other half. `ssdkv lab bench clusters DIR` measures methods on the same
+    traces.
     """
     from vllm_ssdkv.profiling.rig.plot import require_plot
 

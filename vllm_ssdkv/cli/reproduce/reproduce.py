@@ -54,14 +54,12 @@ def reproduce(
     """Simulate the published results of InstInfer, Swarm, HILOS, DockerSSD and FlexGen, and
     compare.
 
-    Each row has the published number, ours, their distance, the rule that it passes by, its kind
-    (arithmetic, calibrated, predicted or measured), and the constants that it rests on. A miss is
-    shown with its cause, or with the facts that the paper leaves out. The last line counts
+    Each row has the published number, ours, their distance, its rule, its kind and its constants. A
+    miss is shown with its cause, or with the facts that the paper leaves out. The last line counts
     predicted rows only. Baselines of the papers stand beside the same work on a good I/O path.
 
-    The command takes seconds of one core. `docs/papers.md` has the whole list.
-    With `--traces`, a last table has the results of Swarm's rows on queries and keys that a model
-    computed.
+    The command takes seconds of one core. `docs/papers.md` has the whole list. With `--traces`, a
+    last table has the results of Swarm's rows on queries and keys that a model computed.
     """
     from vllm_ssdkv.profiling.rig.plot import require_plot
     from vllm_ssdkv.profiling.simulation.papers.curves import CURVES
