@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_ssdkv.kernels.operands.block_layout import (
+    FLOAT8,
     PLAIN,
     BlockLayout,
     BlockSource,
@@ -122,7 +123,7 @@ def attention_problem(
 ) -> AttentionProblem:
     """Build a problem: blocks in random places of a larger cache, listed in random order.
 
-    ``group`` query heads share a KV head; ``query_dtype`` defaults to the layout's;
+    ``group`` query heads share a KV head; ``query_dtype`` defaults to the layout's, or float32;
     ``idle_tokens`` tokens that belong to no row lie before each row's queries.
     """
     random = torch.Generator().manual_seed(seed)
@@ -154,7 +155,7 @@ def attention_problem(
     query = torch.randn((tokens, heads, layout.head_size), generator=random)
     return AttentionProblem(
         layout,
-        query.to(query_dtype or layout.dtype),
+        query.to(query_dtype or (torch.float32 if layout.dtype in FLOAT8 else layout.dtype)),
         cache,
         block_ids,
         position,

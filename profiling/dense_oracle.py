@@ -99,7 +99,7 @@ def dense_attention(
     # Keys that a query may not see are not multiplied at all, in case they hold what was never
     # written.
     values = values.masked_fill(~visible.any(dim=0)[:, None, None], 0.0)
-    return torch.einsum("ths,shd->thd", weights, values), lse
+    return softmax.value_scale * torch.einsum("ths,shd->thd", weights, values), lse
 
 
 def paged_attention(

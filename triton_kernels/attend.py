@@ -22,6 +22,7 @@ from vllm_ssdkv.kernels.operands.block_layout import (
 )
 from vllm_ssdkv.kernels.operands.page_list import SPLIT_PAGES, PageList
 from vllm_ssdkv.triton_kernels.launch import (
+    EXPONENT_BITS,
     TL_DTYPES,
     dot_dtype,
     jit,
@@ -29,6 +30,7 @@ from vllm_ssdkv.triton_kernels.launch import (
     padded,
     processors,
     require,
+    widened,
 )
 from vllm_ssdkv.triton_kernels.merge import merge
 
@@ -88,6 +90,7 @@ def _attend_kernel(
     MASKED: tl.constexpr,
     CAPPED: tl.constexpr,
     SLOPED: tl.constexpr,
+    EXPONENT: tl.constexpr,
     KV: tl.constexpr,
     DOT: tl.constexpr,
 ) -> None:
@@ -186,14 +189,18 @@ def _attend_kernel(
         k = tl.load(
             key_at[None, :] + channel[:, None],
             mask=readable[None, :] & in_head[:, None],
-            other=0.0,
-        ).to(DOT)
+            other=0,
+        )
         # Asked for with K: the link to the host's memory wants many bytes under way.
         v = tl.load(
             key_at[:, None] + (PAGE_TOKENS * HEAD_SIZE + channel)[None, :],
             mask=readable[:, None] & in_head[None, :],
-            other=0.0,
-        ).to(DOT)
+            other=0,
+        )
+        if EXPONENT:
+            k = widened(k, EXPONENT)
+            v = widened(v, EXPONENT)
+        k, v = k.to(DOT), v.to(DOT)
         score = tl.dot(q, k, input_precision="ieee") * scale
         if CAPPED:
             score = soft_cap * (2.0 * tl.sigmoid(2.0 * score / soft_cap) - 1.0)
@@ -267,9 +274,9 @@ def attend(
     and splits are sized for the longest row: call long and short rows apart where both are many.
 
     Semantics: see ``AttentionKernels.attend``. Scores and sums are float32; weights are rounded to
-    the KV dtype for the second product, as in FlashAttention, and float32 inputs are multiplied in
-    full precision. Queued on the current stream; does not wait. Raises ``ValueError`` on wrong
-    shapes, dtypes or devices.
+    the KV dtype (the query's, if that has 8 bits) for the second product, as in FlashAttention, and
+    float32 inputs are multiplied in full precision. Queued on the current stream; does not wait.
+    Raises ``ValueError`` on wrong shapes, dtypes or devices.
     """
     _attend(
         query,
@@ -443,7 +450,7 @@ def attend_parts(
     tokens, query_heads, head_size = query.shape
     softmax = target.softmax
     group = query_heads // layout.kv_heads
-    dot = dot_dtype(query.dtype, layout.dtype)
+    dot, exponent = dot_dtype(query.dtype, layout.dtype), EXPONENT_BITS.get(layout.dtype, 0)
     queries, keys = _tile(rows.max_queries * group, group, padded(head_size, 16), dot == tl.float32)
     tiles = -(-rows.max_queries // (queries // group))
     with on_device_of(query):
@@ -457,7 +464,7 @@ def attend_parts(
             rows.first_position,
             rows.block_begin,
             rows.block_end,
-            query if cache is None else cache,
+            query if cache is None else cache.view(torch.uint8) if exponent else cache,
             block_offset,
             block_position,
             query if token_mask is None else token_mask,
@@ -489,7 +496,8 @@ def attend_parts(
             MASKED=token_mask is not None,
             CAPPED=softmax.soft_cap != 0.0,
             SLOPED=softmax.slopes is not None,
-            KV=TL_DTYPES[layout.dtype],
+            EXPONENT=exponent,
+            KV=tl.uint8 if exponent else TL_DTYPES[layout.dtype],
             DOT=dot,
             num_warps=8 if queries * padded(head_size) > 64 * 128 else 4,
             num_stages=3,

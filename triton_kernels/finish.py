@@ -19,6 +19,7 @@ def _finish_kernel(
     queries: int,
     heads: int,
     out_stride: int,
+    value_scale: float,
     HEAD_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -33,7 +34,7 @@ def _finish_kernel(
     seen = l > 0.0
     divisor = tl.where(seen, l, 1.0)
     acc = tl.load(acc_ptr + query[:, None] * HEAD_SIZE + channel[None, :], mask=mask, other=0.0)
-    out = tl.where(seen[:, None], acc / divisor[:, None], 0.0)
+    out = tl.where(seen[:, None], acc / divisor[:, None] * value_scale, 0.0)
     at = (query // heads) * out_stride + (query % heads) * HEAD_SIZE
     tl.store(out_ptr + at[:, None] + channel[None, :], out, mask=mask)
     if WITH_LSE:
@@ -42,7 +43,7 @@ def _finish_kernel(
 
 
 def finish(state: PartialState, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
-    """Write ``acc / l`` to ``out`` and ``m + ln l`` to ``lse``.
+    """Write ``acc / l``, times the scale of V, to ``out`` and ``m + ln l`` to ``lse``.
 
     ``out [T, Hq, D]`` float32, float16 or bfloat16, contiguous but for the token stride; ``lse
     [T, Hq]`` float32, contiguous. Queries that saw no key give zeros and ``-inf``. Queued on the
@@ -82,6 +83,7 @@ def finish(state: PartialState, out: torch.Tensor, lse: torch.Tensor | None = No
             tokens * heads,
             heads,
             out.stride(0),
+            state.softmax.value_scale,
             HEAD_SIZE=head_size,
             BLOCK_Q=block,
             BLOCK_D=padded(head_size),

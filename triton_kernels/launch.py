@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_ssdkv.kernels.operands.block_layout import FLOAT8
+
 
 class Kernel(Protocol):
     """A compiled or interpreted kernel: index it by its grid, call the result."""
@@ -37,6 +39,26 @@ TL_DTYPES = {
 }
 """Triton's names of the element types."""
 
+EXPONENT_BITS = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
+"""Bits of the exponent of types of 8 bits, which kernels read as bytes: not every device of today
+has instructions for them."""
+
+
+@inline
+def widened(byte: torch.Tensor, EXPONENT: tl.constexpr) -> torch.Tensor:
+    """Numbers of 8 bits as float32: they are float16 but for where their bits stand, and for the
+    exponent's bias."""
+    bits = tl.cast(byte, tl.uint16)
+    if EXPONENT == 5:
+        half = bits << 8
+        factor = 1.0
+    else:
+        size = bits & 0x7F
+        half = (bits & 0x80) << 8 | tl.where(size == 0x7F, 0x7E00, size << 7).to(tl.uint16)
+        factor = 256.0
+    number: torch.Tensor = half.to(tl.float16, bitcast=True).to(tl.float32) * factor
+    return number
+
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Make ``tensor``'s device the current one, which is where Triton launches.
@@ -58,8 +80,10 @@ def padded(size: int, least: int = 1) -> int:
 def dot_dtype(query: torch.dtype, kv: torch.dtype) -> object:
     """Element type that tensor cores multiply: the inputs' own, float32 when they differ.
 
-    The interpreter multiplies bfloat16 as the integers it stores it in, so it gets float32.
+    Queries hold numbers of 8 bits exactly. The interpreter multiplies bfloat16 as the integers it
+    stores it in, so it gets float32.
     """
+    kv = query if kv in FLOAT8 else kv
     if query != kv or (INTERPRETED and kv == torch.bfloat16):
         return tl.float32
     return TL_DTYPES[kv]

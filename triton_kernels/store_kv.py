@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, block_stride
+from vllm_ssdkv.kernels.operands.block_layout import FLOAT8, BlockLayout, block_stride
 from vllm_ssdkv.triton_kernels.launch import jit, on_device_of, padded, require
 
 
@@ -45,21 +45,35 @@ def _store_kernel(
     tl.store(target + PAGE_TOKENS * HEAD_SIZE, value, mask=mask)
 
 
+def narrowed(values: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """Values over a scale in a type of 8 bits, rounded to the nearest as vLLM's CUDA kernels do:
+    what is too large becomes the largest number."""
+    largest = torch.finfo(dtype).max
+    return (values.float() / scale).clamp(-largest, largest).to(dtype)
+
+
 def store_kv(
     key: torch.Tensor,
     value: torch.Tensor,
     cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     layout: BlockLayout,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """Write ``key, value [T, Hkv, D]`` to the places in ``cache`` that ``slot_mapping`` names.
 
     ``cache [num_blocks, ...]`` with contiguous blocks of ``layout``; ``key`` and ``value`` of its
-    dtype, contiguous but for the token stride; ``slot_mapping`` int64 ``[T]``: block times
+    dtype, or divided by their ``scales`` and rounded to it if it has 8 bits, contiguous but for the
+    token stride; ``slot_mapping`` int64 ``[T]``: block times
     ``block_tokens`` plus the token in it, negative to skip. The slots must lie inside the cache and
     differ from each other: the kernel cannot check that without waiting. Queued on the current
     stream; raises ``ValueError`` on wrong shapes, dtypes or devices.
     """
+    if layout.dtype in FLOAT8:
+        key, value = (
+            narrowed(part, scale, layout.dtype)
+            for part, scale in zip((key, value), scales, strict=True)
+        )
     tokens = key.shape[0] if key.dim() else 0
     shape = (tokens, layout.kv_heads, layout.head_size)
     for name, part in (("key", key), ("value", value)):
@@ -82,6 +96,8 @@ def store_kv(
     layout.check_cache(cache)
     if not tokens:
         return
+    if layout.dtype in FLOAT8:  # moved as they are
+        key, value, cache = (part.view(torch.uint8) for part in (key, value, cache))
     with on_device_of(cache):
         _store_kernel[(tokens,)](
             key,

@@ -6,7 +6,8 @@ C-contiguous, on the CPU, of exactly the stated dtype (numpy or torch; no silent
 function blocks until done and may be called from any thread. It releases the GIL, but for those
 that take microseconds: ``merge``, ``log_sum_exp``, ``without``, ``compensate``, ``count_choice`` and the clock. It
 runs on the OpenMP team that torch has for that thread; ``threads`` bounds it and counts the caller.
-Dtypes are ``FLOAT32``, ``BFLOAT16`` and ``FLOAT16``; all arithmetic is fp32.
+Dtypes are ``FLOAT32``, ``BFLOAT16`` and ``FLOAT16``, of blocks also ``FLOAT8_E4M3`` and
+``FLOAT8_E5M2``; all arithmetic is fp32.
 
 All raise ValueError on shapes or numbers that do not fit together and TypeError on arrays of
 another dtype or layout.
@@ -25,6 +26,10 @@ FLOAT32: int = 0
 BFLOAT16: int = 1
 
 FLOAT16: int = 2
+
+FLOAT8_E4M3: int = 3
+
+FLOAT8_E5M2: int = 4
 
 SPLIT_PAGES: int = 8
 
@@ -84,7 +89,7 @@ class State:
     ``m``: running maximum of scaled logits, starts at -inf; ``l``: running sum of ``exp(logit - m)``,
     starts at 0; ``acc [T, q_heads, head_size]``: unnormalised output, starts at 0. A logit is ``soft_cap
     * tanh(s / soft_cap)`` of a scaled product ``s`` (0: the product), plus the head's slope, ``slopes
-    [q_heads]``, times the key's position less the query's.
+    [q_heads]``, times the key's position less the query's. ``value_scale``: of V as stored.
     """
 
     def __init__(
@@ -94,6 +99,7 @@ class State:
         acc: NDArray[numpy.float32],
         soft_cap: float = 0.0,
         slopes: NDArray[numpy.float32] | None = None,
+        value_scale: float = 1.0,
     ) -> None: ...
 
 class Rows:
@@ -151,7 +157,7 @@ def attend(
     """
 
 def finish(state: State, out: Vectors, lse: NDArray[numpy.float32] | None, threads: int) -> None:
-    """out = acc / l (zero where l is 0); lse = m + log(l)."""
+    """out = acc / l * value_scale (zero where l is 0); lse = m + log(l)."""
 
 def log_sum_exp(state: State, token: NDArray[numpy.int64]) -> NDArray[numpy.float32]:
     """
@@ -168,11 +174,15 @@ def store_kv(
     cache: object,
     shape: BlockShape,
     threads: int,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> None:
     """
     Scatter new K and V, torch tensors, into the blocks of a layer's ``cache``, another.
 
-    ``slot_mapping[t] = block * block_tokens + offset``; negative slots are skipped.
+    ``slot_mapping[t] = block * block_tokens + offset``; negative slots are skipped. Blocks of 8 bits
+    get K and V divided by their scales, rounded as vLLM's CPU backend does: towards zero, and what is
+    too large, or NaN, to the largest number.
     """
 
 def copy_blocks(
@@ -653,6 +663,7 @@ class StepPlan:
         sinks: NDArray[numpy.float32] | None,
         soft_cap: float,
         slopes: NDArray[numpy.float32] | None,
+        value_scale: float,
         room: int,
         guess: GuessedPages | None,
     ) -> bool:
@@ -661,9 +672,9 @@ class StepPlan:
 
         ``query`` and ``out [T, q_heads, head_size]`` and ``cache [num_blocks, ...]``, the layer's blocks in
         HBM, are torch tensors. ``sliding_window``: of the keys in HBM; ``sinks [q_heads]``: logits of
-        attention sinks; ``soft_cap`` and ``slopes``: as of ``State``. Where chosen pages are not in memory,
-        or pages of the ``guess``, the layer stops, and False is the answer: :meth:`resume` goes on. Places
-        are taken for up to ``room`` distinct pages.
+        attention sinks; ``soft_cap``, ``slopes`` and ``value_scale``: as of ``State``. Where chosen pages
+        are not in memory, or pages of the ``guess``, the layer stops, and False is the answer:
+        :meth:`resume` goes on. Places are taken for up to ``room`` distinct pages.
         """
 
     def choose(self, choosing: ChoosingRows | None) -> None:

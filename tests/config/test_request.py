@@ -210,7 +210,7 @@ def test_logits_that_selectors_do_not_know() -> None:
     assert asked.of("all") == asked.of("best") == EXACT
     told = asked.ended("best")
     assert told is not None
-    assert '"bounds" does not know the logits of this model' in told["ssdkv"]["error"]
+    assert '"bounds" does not know the logits or the KV of this model' in told["ssdkv"]["error"]
 
 
 def test_who_chooses() -> None:

@@ -379,20 +379,20 @@ CASES = {
     "heads": Case("gemma4", "layers with different heads", REUSE_ALONE),
     "soft-capping": Case(
         "gemma2",
-        'selector "bounds" does not know soft-capped logits, which the model has',
+        'selector "bounds" does not know soft-capped logits',
         {'set it to "exact" or "window"': {"options": {**PAGE, "selector": "window"}}}
         | REUSE_ALONE,
         options={**PAGE, "selector": "bounds"},
     ),
     "soft-capping-offload": Case(
         "gemma2",
-        'offload.kind: "host" does not compute soft-capped logits, which the model has',
+        'offload.kind: "host" does not compute soft-capped logits',
         {"leave offload out": {"options": PAGE}},
         options={**PAGE, "offload": {"kind": "host"}},
     ),
     "alibi": Case(
         "llama",
-        'selector "sparf" does not know ALiBi, which the model has',
+        'selector "sparf" does not know ALiBi',
         {'set it to "exact" or "window"': {"options": PAGE}} | REUSE_ALONE,
         options={**PAGE, "selector": "sparf"},
         settings={"model_config__uses_alibi": True},
@@ -419,8 +419,34 @@ CASES = {
     "odd-heads": Case("odd-heads", "heads have 20 channels, and page mode", REUSE_ALONE),
     "kv-dtype": Case(
         "llama",
-        "--kv-cache-dtype fp8 is not served in page mode",
+        "--kv-cache-dtype int8_per_token_head is not served in page mode",
         {"leave it out": {"settings": {"cache_config__cache_dtype": "auto"}}, REUSE: TO_REUSE},
+        settings={"cache_config__cache_dtype": "int8_per_token_head"},
+    ),
+    "fp8": Case(
+        "llama",
+        'selector "codes" does not know KV in fp8',
+        {'set it to "exact" or "window"': {"options": PAGE}} | REUSE_ALONE,
+        options={**PAGE, "selector": "codes"},
+        settings={"cache_config__cache_dtype": "fp8"},
+    ),
+    "fp8-order": Case(
+        "llama",
+        'sparse.token_order "keys" does not know KV in fp8',
+        {
+            'set it to "position"': {
+                "options": {**PAGE, "selector": "window", "sparse": {"token_order": "position"}}
+            },
+            'set selector to "exact"': {"options": PAGE},
+        },
+        options={**PAGE, "selector": "window"},
+        settings={"cache_config__cache_dtype": "fp8_e5m2"},
+    ),
+    "fp8-offload": Case(
+        "llama",
+        'offload.kind: "host" does not compute KV in fp8',
+        {"leave offload out": {"options": PAGE}},
+        options={**PAGE, "offload": {"kind": "host"}},
         settings={"cache_config__cache_dtype": "fp8"},
     ),
     "dtype": Case(

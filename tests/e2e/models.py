@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from transformers import (
@@ -183,6 +184,27 @@ def make_llama(
         head_dim=head_dim,
     )
     return _save(LlamaForCausalLM(config), path, seed)
+
+
+def make_scaled(path: Path, *, scales: tuple[float, float] = (0.3, 1.7)) -> Path:
+    """Qwen3 whose files have scales of K and V in fp8: in each layer others, none a power of 2."""
+    make_qwen3(path)
+    config = json.loads((path / "config.json").read_text())
+    kind = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {},
+        "kv_cache_scheme": kind | {"symmetric": True},
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    (file,) = path.glob("*.safetensors")
+    tensors = load_file(file)
+    for layer in range(config["num_hidden_layers"]):
+        for name, scale in zip("kv", scales, strict=True):
+            of_layer = torch.tensor(scale * (1 + layer / 5))
+            tensors[f"model.layers.{layer}.self_attn.{name}_scale"] = of_layer
+    save_file(tensors, file, metadata={"format": "pt"})
+    return path
 
 
 def make_qwen3(
@@ -465,6 +487,7 @@ def make_qwen3_next(
 MAKERS: dict[str, Callable[[Path], Path]] = {
     "llama": make_llama,
     "qwen3": make_qwen3,
+    "scaled": make_scaled,
     "opt": make_opt,
     "mixtral": make_mixtral,
     "bloom": make_bloom,

@@ -26,13 +26,15 @@ class Stock:
         dtype: str = "float32",
         logprobs: int | None = None,
         prefix_caching: bool = False,
+        kv_dtype: str = "auto",
     ) -> list[Answer]:
         """Answers to the prompts. Starts an engine of its own if any is not known yet, so there
         must be no other one in this process.
 
         ``prefix_caching``: vLLM's own, which saves time where many prompts begin alike.
         """
-        keys = [(model, dtype, max_tokens, logprobs, *prompt) for prompt in prompts]
+        asked = model, dtype, kv_dtype, max_tokens, logprobs
+        keys = [(*asked, *prompt) for prompt in prompts]
         missing = {k: p for k, p in zip(keys, prompts, strict=True) if k not in self._known}
         if missing:
             with Engine(
@@ -41,6 +43,7 @@ class Stock:
                 dtype=dtype,
                 max_num_batched_tokens=1024,
                 enable_prefix_caching=prefix_caching,
+                kv_cache_dtype=kv_dtype,
             ) as engine:
                 found = engine.answers(list(missing.values()), max_tokens, logprobs=logprobs)
             self._known.update(zip(missing, found, strict=True))

@@ -21,8 +21,14 @@ from numpy.typing import NDArray
 
 from tests.store.tails import addresses
 from vllm_ssdkv import _kernels
-from vllm_ssdkv.kernels.operands.block_layout import DTYPES, PLAIN, BlockLayout, Softmax
-from vllm_ssdkv.profiling.dense_oracle import paged_attention, write_block
+from vllm_ssdkv.kernels.operands.block_layout import (
+    DTYPES,
+    FLOAT8,
+    PLAIN,
+    BlockLayout,
+    Softmax,
+)
+from vllm_ssdkv.profiling.dense_oracle import paged_attention, read_block, write_block
 
 ISAS = _kernels.isas()
 TOLERANCE = 2e-6  # of the largest magnitude; fp32 rounding over a few thousand terms
@@ -157,9 +163,8 @@ class Paged:
 
     def state(self) -> _kernels.State:
         """The softmax state as kernels take it."""
-        return _kernels.State(
-            self.m, self.l, self.acc, self.softmax.soft_cap, self.softmax.host_slopes
-        )
+        of = self.softmax
+        return _kernels.State(self.m, self.l, self.acc, of.soft_cap, of.host_slopes, of.value_scale)
 
     def finish(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
         """Output ``[tokens, q_heads, head_size]`` and log-sum-exp ``[tokens, q_heads]``."""
@@ -236,11 +241,26 @@ def test_decode_and_prefill_match_the_oracle(
 
 
 @pytest.mark.parametrize("q_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kv_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_dtype", [*DTYPES, *FLOAT8], ids=str)
 def test_query_and_cache_dtypes_mix(isa: str, q_dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     case = Paged(layout_of(kv_dtype), 3, [Row(100, 2), Row(10, 50)], q_dtype=q_dtype)
     case.attend()
     case.check()
+
+
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+@pytest.mark.parametrize("head_size", [256, 264])
+def test_numbers_of_8_bits_are_those_of_torch(isa: str, dtype: torch.dtype, head_size: int) -> None:
+    """All of them, as the value of the only key."""
+    case = Paged(layout_of(dtype, head_size, 1, 1, 1), 1, [Row(0, 1)])
+    numbers = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    key, value = torch.zeros(1, 1, head_size), torch.zeros(1, 1, head_size)
+    value[0, 0, :256] = numbers
+    write_block(case.layout, case.blocks[0], key, value)
+    case.attend()
+    torch.testing.assert_close(
+        case.finish()[0][0, 0, :256], numbers, rtol=0, atol=0, equal_nan=True
+    )
 
 
 def softmaxes(query_heads: int) -> st.SearchStrategy[Softmax]:
@@ -253,6 +273,7 @@ def softmaxes(query_heads: int) -> st.SearchStrategy[Softmax]:
         sinks=st.none(),
         soft_cap=st.sampled_from([0.0, 0.5, 5.0, 50.0]),
         slopes=st.none() | slopes,
+        value_scale=st.sampled_from([1.0, 0.3]),
     )
 
 
@@ -261,7 +282,7 @@ def cases(draw: st.DrawFn) -> tuple[Paged, list[list[Span]]]:
     """A problem, and a partition of every row's blocks over several calls."""
     page_tokens = draw(st.sampled_from([1, 4, 8, 16, 24, 32]))
     layout = layout_of(
-        draw(st.sampled_from(DTYPES)),
+        draw(st.sampled_from([*DTYPES, *FLOAT8])),
         8 * draw(st.integers(1, 32) | st.integers(33, 64)),
         draw(st.integers(1, 3)),
         page_tokens * draw(st.integers(1, 5)),
@@ -495,6 +516,34 @@ def test_store_kv_writes_the_block_layout(dtype: torch.dtype, padding: int) -> N
             page.view(2, 8, 40)[:, at] = fused[token, :, head]
     _kernels.store_kv(key, value, slots, cache.view(dtype), layout.shape, 2)
     assert torch.equal(cache, want)
+
+
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_numbers_of_8_bits_lie_where_others_do(isa: str, dtype: torch.dtype) -> None:
+    """Each by the scale of its kind; some tokens have no place."""
+    layout = layout_of(dtype, 40, 3, 32, 8, 256)
+    fused = torch.randint(-7, 8, (70, 2, 3, 40)).to(torch.bfloat16)
+    slots = torch.randperm(4 * 32)[:70].numpy()
+    slots[::9] = -1
+    cache = torch.zeros((4, layout.block_bytes), dtype=torch.uint8)
+    _kernels.store_kv(fused[:, 0], fused[:, 1], slots, cache.view(dtype), layout.shape, 2, 0.5, 4.0)
+    read = [read_block(layout, block) for block in cache]
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            key, value = (part[slot % 32].float() for part in read[slot // 32])
+            assert torch.equal(key, fused[token, 0].float() * 2)
+            assert torch.equal(value, fused[token, 1].float() / 4)
+    assert sum(int(part.float().count_nonzero()) for pair in read for part in pair) == int(
+        fused[slots >= 0].count_nonzero()
+    )
+
+
+def test_vectors_of_8_bits_are_refused() -> None:
+    wrong = torch.zeros(1, 2, 8, dtype=torch.float8_e5m2)
+    with pytest.raises(ValueError, match="query must be"):
+        _kernels.vectors("query", wrong, 2, 8)
+    with pytest.raises(ValueError, match="16 or 32 bits"):
+        _kernels.Vectors(0, _kernels.FLOAT8_E4M3, 64, 1, 2, 8)
 
 
 @given(

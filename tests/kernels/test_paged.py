@@ -17,7 +17,7 @@ from tests.oracles.sparse_attention import (
 )
 from tests.sparse.contexts import Contexts, Row, contexts
 from vllm_ssdkv.base.errors import UnsupportedError
-from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
+from vllm_ssdkv.kernels.operands.block_layout import FLOAT8, BlockLayout
 from vllm_ssdkv.kernels.operands.page_list import SPLIT_PAGES, PageList
 from vllm_ssdkv.kernels.paged import (
     CpuPageKernels,
@@ -187,21 +187,39 @@ def test_summaries_are_exact(problem: Contexts) -> None:
                     index += 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_numbers_of_8_bits_have_bounds_alone(dtype: torch.dtype) -> None:
+    layout = BlockLayout.unpadded(32, 16, 3, 40, dtype)
+    block = torch.randint(0, 256, (3, 2, 2, 16, 40), dtype=torch.uint8)
+    block[(block & 0x7C) == 0x7C] = 0  # not a number, or infinite
+    keys = block[:, :, 0].view(dtype).float()
+    wanted = torch.stack([keys.amin(2), keys.amax(2)], 2)
+    for isa in ISAS:
+        with using(isa):
+            bounds = torch.zeros((3, 2, 2, 40), dtype=dtype)
+            source, to = (np.array([part.data_ptr()], np.uint64) for part in (block, bounds))
+            CpuPageKernels(1).summarize(source, layout, bounds=to)
+            assert torch.equal(bounds.float(), wanted)
+    with pytest.raises(ValueError, match="16 and 32 bits"):
+        CpuPageKernels(1).summarize(source, layout, spread=to)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, *FLOAT8], ids=str)
 def test_broken_keys_show_in_bounds(dtype: torch.dtype) -> None:
     layout = BlockLayout.unpadded(4, 4, 1, 8, dtype)
     for isa in ISAS:
         with using(isa):
             for token in range(4):
-                block = torch.ones((2, 4, 8), dtype=dtype)
+                block = torch.ones((2, 4, 8))
                 block[0, token, 3] = torch.nan
+                block = block.to(dtype)
                 bounds = torch.zeros((2, 8), dtype=dtype)
                 CpuPageKernels(1).summarize(
                     np.array([block.data_ptr()], np.uint64),
                     layout,
                     bounds=np.array([bounds.data_ptr()], np.uint64),
                 )
-                assert bounds.isnan().tolist() == [[d == 3 for d in range(8)]] * 2
+                assert bounds.float().isnan().tolist() == [[d == 3 for d in range(8)]] * 2
 
 
 def spread_of(key: torch.Tensor) -> torch.Tensor:

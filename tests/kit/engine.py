@@ -52,7 +52,7 @@ def token_bytes(model: Path, dtype: str) -> int:
     heads = config.get("num_attention_heads") or config["n_head"]  # Bloom's name
     kv_heads = config.get("num_key_value_heads", heads)
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    width = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
+    width = {"float32": 4, "bfloat16": 2, "float16": 2}.get(dtype, 1)
     layers = config.get("num_hidden_layers") or config["n_layer"]
     return int(layers * kv_heads * head_dim * 2 * width)
 
@@ -139,6 +139,7 @@ class Engine:
         self.in_process = in_process
         self.block = int(options.setdefault("block_size", 32) or 128)
         tp = int(options.get("tensor_parallel_size", 1))
+        stored = str(options.get("kv_cache_dtype", dtype)).replace("auto", dtype)
         settings: dict[str, Any] = {
             "max_model_len": 8192,
             "max_num_batched_tokens": 512,
@@ -146,7 +147,7 @@ class Engine:
             "enforce_eager": True,
             "disable_log_stats": False,
             # One block is vLLM's null block, which holds no tokens.
-            "kv_cache_memory_bytes": (kv_tokens + self.block) * token_bytes(model, dtype) // tp,
+            "kv_cache_memory_bytes": (kv_tokens + self.block) * token_bytes(model, stored) // tp,
             **options,
         }
         if ssdkv is not None:

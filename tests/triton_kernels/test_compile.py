@@ -18,7 +18,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.conftest import CACHE
-from vllm_ssdkv.kernels.operands.block_layout import PLAIN, BlockLayout, PartialState, Rows, Softmax
+from vllm_ssdkv.kernels.operands.block_layout import (
+    FLOAT8,
+    PLAIN,
+    BlockLayout,
+    PartialState,
+    Rows,
+    Softmax,
+)
 from vllm_ssdkv.kernels.operands.page_list import PageList
 from vllm_ssdkv.kernels.operands.step_tables import StepTables
 from vllm_ssdkv.triton_kernels import (
@@ -136,6 +143,8 @@ def check(recorder: Recorder, capability: int) -> str:
         (torch.bfloat16, 80, 5, 512, 1, False),
         (torch.bfloat16, 512, 2, 512, 1, False),
         (torch.float32, 512, 8, 1, 1, False),
+        (torch.float8_e4m3fn, 128, 4, 1, 8, True),
+        (torch.float8_e5m2, 128, 8, 512, 1, False),
     ],
 )
 @pytest.mark.parametrize("sliding_window", [None, 128])
@@ -156,7 +165,8 @@ def test_attend(
     layout = BlockLayout.unpadded(64, 16, 4, head_size, dtype)
     cache = torch.zeros(1, dtype=dtype)
     blocks = torch.zeros(2, dtype=torch.int64)
-    query = torch.zeros(queries, 4 * group, head_size, dtype=dtype)
+    of_query = torch.bfloat16 if dtype in FLOAT8 else dtype
+    query = torch.zeros(queries, 4 * group, head_size, dtype=of_query)
     attend.attend(
         query,
         PartialState.empty(*query.shape, CPU, softmax),
@@ -405,14 +415,17 @@ def test_finish(
 
 
 @pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize("heads", [1, 8])
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [(1, torch.bfloat16), (8, torch.bfloat16), (8, torch.float8_e4m3fn)],
+)
 def test_store_kv(
-    record: Callable[[ModuleType, str], Recorder], capability: int, heads: int
+    record: Callable[[ModuleType, str], Recorder], capability: int, heads: int, dtype: torch.dtype
 ) -> None:
     recorder = record(store_kv, "_store_kernel")
-    layout = BlockLayout.unpadded(64, 16, heads, 128, torch.bfloat16)
+    layout = BlockLayout.unpadded(64, 16, heads, 128, dtype)
     new = torch.zeros(3, heads, 128, dtype=torch.bfloat16)
-    cache = torch.zeros(2, layout.block_bytes // 2, dtype=torch.bfloat16)
+    cache = torch.zeros(2, layout.block_bytes // dtype.itemsize, dtype=dtype)
     store_kv.store_kv(new, new, cache, torch.zeros(3, dtype=torch.int64), layout)
     check(recorder, capability)
 

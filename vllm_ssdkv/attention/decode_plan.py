@@ -131,6 +131,7 @@ class DecodePlan:
             None if softmax.sinks is None else softmax.host_sinks,
             softmax.soft_cap,
             None if softmax.slopes is None else softmax.host_slopes,
+            softmax.value_scale,
             room,
             guess,
         )

@@ -89,7 +89,7 @@ class RequestOptions(_Options):  # type: ignore[misc]  # its fields are those of
         Args:
             given: Options as the client sent them.
             config: The engine's.
-            selects: Whether selectors know how the model makes its logits.
+            selects: Whether selectors know how the model makes its logits, and stores its KV.
 
         Raises:
             ConfigError: it is not what it should be, or the engine's store cannot serve it; says
@@ -124,7 +124,7 @@ class RequestOptions(_Options):  # type: ignore[misc]  # its fields are those of
             )
         possible = servable(config)
         if not selects and selector not in ("exact", "window"):
-            return f'selector: "{selector}" does not know the logits of this model'
+            return f'selector: "{selector}" does not know the logits or the KV of this model'
         if selector not in (*possible, config.selector):
             return (
                 f'selector: "{selector}" is not what this engine\'s store was made for; possible '

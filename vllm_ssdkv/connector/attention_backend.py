@@ -34,6 +34,7 @@ from vllm_ssdkv.kernels.operands.block_layout import HEAD_SIZE_STEP, MAX_HEAD_SI
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.config.cache import CacheDType
 
 _last_known: list[SSDKVConfig | None] = [None]
 
@@ -75,6 +76,12 @@ class SSDKVBackend(AttentionBackend):
         torch.float16,
         torch.bfloat16,
         torch.float32,
+    ]
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [
+        *AttentionBackend.supported_kv_cache_dtypes,
+        "fp8",
+        "fp8_e4m3",
+        "fp8_e5m2",
     ]
 
     @staticmethod

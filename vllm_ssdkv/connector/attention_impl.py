@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,9 +29,9 @@ from vllm_ssdkv.connector.attention_backend import page_config
 from vllm_ssdkv.connector.compatibility import (
     ALIBI,
     SOFT_CAP,
-    keeps_dtype,
-    obstacles_to_logits,
+    obstacles_to_oddities,
     refusal_of_layer,
+    serves_dtype,
 )
 from vllm_ssdkv.connector.names import CONNECTOR
 from vllm_ssdkv.connector.obstacle import Obstacle
@@ -140,7 +140,7 @@ class PagedAttentionImpl(AttentionImpl):
                 f"page mode does not compute {kind} attention, nor does reuse mode store it"
             ).error()
         dtype = None if vllm_config is None else vllm_config.model_config.dtype
-        if not keeps_dtype(kv_cache_dtype, dtype):
+        if not serves_dtype(kv_cache_dtype, dtype):
             found.append(f"--kv-cache-dtype {kv_cache_dtype}")
         if found:
             raise refusal_of_layer(f"page mode does not compute {', '.join(found)}", vllm_config)
@@ -150,7 +150,7 @@ class PagedAttentionImpl(AttentionImpl):
         if config is not None:
             # Not every model's configuration says so.
             what = SOFT_CAP if logits_soft_cap else ALIBI if alibi_slopes else ""
-            for odd in obstacles_to_logits(config, what):
+            for odd in obstacles_to_oddities(config, what):
                 text = f"page mode does not compute this layer: {odd.problem}"
                 raise refusal_of_layer(text, vllm_config, odd.ways)
         if config is not None and reach > config.window_tokens:
@@ -180,7 +180,7 @@ class PagedAttentionImpl(AttentionImpl):
 
     def do_kv_cache_update(
         self,
-        layer: torch.nn.Module,
+        layer: AttentionLayer,
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
@@ -192,7 +192,8 @@ class PagedAttentionImpl(AttentionImpl):
             return
         if paged.projector is not None and paged.projector.projecting:
             paged.projector.keep(key, value)
-        store_new(paged, key, value, kv_cache, slot_mapping)
+        scales = layer._k_scale_float, layer._v_scale_float
+        store_new(paged, key, value, kv_cache, slot_mapping, scales)
 
     def forward(
         self,
@@ -231,6 +232,8 @@ class PagedAttentionImpl(AttentionImpl):
         if attn_metadata.rows is None:
             attn_metadata.rows = self._rows(paged.step, attn_metadata, paged.layout.block_tokens)
             paged.begin_recording(attn_metadata.rows, query.device)
+        if self.softmax.value_scale != layer._v_scale_float:  # weights have been loaded
+            self.softmax = replace(self.softmax, value_scale=layer._v_scale_float)
         if paged.x_cache is not None:
             paged.record_inputs(layer.layer_name, query.device)
         attend_layer(
@@ -241,7 +244,7 @@ class PagedAttentionImpl(AttentionImpl):
             kv_cache,
             output[:tokens].view(heads),
             attn_metadata.rows,
-            self.scale,
+            self.scale * layer._k_scale_float,
             sliding_window=self.sliding_window,
             softmax=self.softmax,
         )

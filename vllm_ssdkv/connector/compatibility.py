@@ -14,6 +14,7 @@ from vllm.platforms import CpuArchEnum, current_platform
 from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.offload import DEVICES, OffloadConfig
+from vllm_ssdkv.connector.kv_layout import FLOAT8_TYPES
 from vllm_ssdkv.connector.obstacle import REUSE, Obstacle
 from vllm_ssdkv.connector.scheduler.speculation import obstacles_to_page_mode
 from vllm_ssdkv.kernels.operands.block_layout import head_size_problem
@@ -31,6 +32,7 @@ _DECODES_IN_WINDOWS = {"UnlimitedOCRForCausalLM"}
 
 SOFT_CAP = "soft-capped logits"
 ALIBI = "ALiBi"
+KV_IN_FP8 = "KV in fp8"
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -236,9 +238,9 @@ def _page_mode(config: SSDKVConfig, vllm_config: VllmConfig) -> Iterator[Obstacl
         yield from obstacles_to_x(config, vllm_config)
     model = vllm_config.model_config
     yield from _page_mode_model(model, vllm_config)
-    yield from obstacles_to_logits(config, odd_logits(model))
+    yield from obstacles_to_oddities(config, *oddities(vllm_config))
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
-    if not keeps_dtype(cache_dtype, model.dtype):
+    if not serves_dtype(cache_dtype, model.dtype):
         yield Obstacle(
             f"--kv-cache-dtype {cache_dtype} is not served in page mode", ("leave it out", REUSE)
         )
@@ -302,20 +304,24 @@ def _page_mode_model(model: ModelConfig, vllm_config: VllmConfig) -> Iterator[Ob
         yield Obstacle(problem, (REUSE,))
 
 
-def odd_logits(model: ModelConfig) -> str:
-    """Name of what makes the model's logits other than scaled products; empty: nothing."""
-    if getattr(model.hf_text_config, "attn_logit_softcapping", None):
-        return SOFT_CAP
-    return ALIBI if model.uses_alibi else ""
+def oddities(vllm_config: VllmConfig) -> list[str]:
+    """Names of what selectors and devices that attend do not know: logits that are no scaled
+    products, and numbers of 8 bits."""
+    model = vllm_config.model_config
+    found = {
+        SOFT_CAP: getattr(model.hf_text_config, "attn_logit_softcapping", None),
+        ALIBI: model.uses_alibi,
+        KV_IN_FP8: vllm_config.cache_config.cache_dtype in FLOAT8_TYPES,
+    }
+    return [what for what, has in found.items() if has]
 
 
-def obstacles_to_logits(config: SSDKVConfig, what: str) -> Iterator[Obstacle]:
-    """Options that know no logits but scaled products of queries and keys. ``what``: of
-    :func:`odd_logits`."""
-    if what:
+def obstacles_to_oddities(config: SSDKVConfig, *found: str) -> Iterator[Obstacle]:
+    """Options that do not know what an engine has of :func:`oddities`."""
+    for what in filter(None, found):
         if config.selector not in ("exact", "window"):
             yield Obstacle(
-                f'selector "{config.selector}" does not know {what}, which the model has',
+                f'selector "{config.selector}" does not know {what}',
                 ('set it to "exact" or "window"', REUSE),
             )
         elif what == ALIBI and config.orders_tokens:
@@ -324,10 +330,19 @@ def obstacles_to_logits(config: SSDKVConfig, what: str) -> Iterator[Obstacle]:
                 "its block a token stands, and the model has ALiBi",
                 ('set it to "position"', 'set selector to "exact"'),
             )
+        elif what == KV_IN_FP8 and config.selector == "window" and not current_platform.is_cpu():
+            yield Obstacle(
+                f'selector "{config.selector}" does not know {what} on a GPU',
+                ('set it to "exact"', REUSE),
+            )
+        elif what == KV_IN_FP8 and config.orders_tokens:
+            yield Obstacle(
+                f'sparse.token_order "{config.sparse.token_order}" does not know {what}',
+                ('set it to "position"', 'set selector to "exact"'),
+            )
         if config.offload is not None:
             yield Obstacle(
-                f'offload.kind: "{config.offload.kind}" does not compute {what}, which the model '
-                "has",
+                f'offload.kind: "{config.offload.kind}" does not compute {what}',
                 ("leave offload out",),
             )
 
@@ -340,6 +355,8 @@ def _near(options: OffloadConfig, model: ModelConfig) -> Iterator[Obstacle]:
         yield Obstacle(f"offload.kind: {problem}", ('set it to "host"', "leave offload out"))
 
 
-def keeps_dtype(cache_dtype: str, dtype: torch.dtype | None) -> bool:
-    """Check whether ``--kv-cache-dtype`` keeps KV in the model's type, by name or by ``auto``."""
-    return cache_dtype == "auto" or f"torch.{cache_dtype}" == str(dtype)
+def serves_dtype(cache_dtype: str, dtype: torch.dtype | None) -> bool:
+    """Check whether page mode serves a ``--kv-cache-dtype``: the model's type, by name or by
+    ``auto``, or one of 8 bits with a scale of each layer."""
+    own = cache_dtype == "auto" or f"torch.{cache_dtype}" == str(dtype)
+    return own or cache_dtype in FLOAT8_TYPES

@@ -20,6 +20,13 @@ JOINED_PAGES: Final = 128
 partly unused, which is then less than 1 % of the slot. Half as many more at most, unless layers are
 so small that pages are of 4096 bytes: their checksums fit a header of 4096, tags one of 8192."""
 
+FLOAT8_TYPES: Final = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""Element types by their names in ``--kv-cache-dtype``; in vLLM's caches they are bytes."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:

@@ -34,7 +34,12 @@ from vllm_ssdkv.config.tiers import TIERS
 from vllm_ssdkv.connector.compatibility import refusal_of_layer
 from vllm_ssdkv.connector.identity.weight_files import weight_files
 from vllm_ssdkv.connector.kv_cache_spec import TieredAttentionSpec
-from vllm_ssdkv.connector.kv_layout import KVLayout, joined_geometry, paged_geometry
+from vllm_ssdkv.connector.kv_layout import (
+    FLOAT8_TYPES,
+    KVLayout,
+    joined_geometry,
+    paged_geometry,
+)
 from vllm_ssdkv.connector.obstacle import REUSE, WITHOUT_US, Obstacle
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
@@ -183,7 +188,10 @@ def kv_layout(
             "variable VLLM_PP_LAYER_PARTITION, or lower --pipeline-parallel-size"
         )
     spec, specs = attention_spec(kv_cache_config), _group_specs(kv_cache_config)
+    named, dtype = cache_dtype(vllm_config), spec.dtype
     if config.mode == "page":
+        if dtype.itemsize == 1:
+            dtype = FLOAT8_TYPES[named]
         if spec.head_size_v != spec.head_size:
             raise refusal_of_layer(
                 f"the model's heads have {spec.head_size} channels of K and {spec.head_size_v} of "
@@ -213,13 +221,13 @@ def kv_layout(
         _block_tokens(specs),
         spec.num_kv_heads,
         spec.head_size,
-        spec.dtype,
+        dtype,
         geometry,
         parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
         kv_cache_config.num_blocks,
         tuple(others for others in layers if others is not names),
         kv_cache_config.has_mamba_layers,
-        cache_dtype(vllm_config),
+        named,
         vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config),
         kv_cache_config.has_mamba_layers
         or (not sizes and any(one.page_size_padded for one in specs)),

@@ -19,7 +19,7 @@ from vllm_ssdkv.base.sizes import MIB, approximate_size, format_size
 from vllm_ssdkv.config.effects import without_effect
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.attention_backend import SSDKVBackend, SSDKVCPUBackend
-from vllm_ssdkv.connector.compatibility import check_engine, odd_logits, why_no_prefixes
+from vllm_ssdkv.connector.compatibility import check_engine, oddities, why_no_prefixes
 from vllm_ssdkv.connector.identity.kv_settings import kv_settings
 from vllm_ssdkv.connector.identity.loaded_model import LoadedModel
 from vllm_ssdkv.connector.identity.weight_files import digest_of_files
@@ -377,7 +377,7 @@ def open_scheduler(
             Speculation.of(vllm_config, found.layout.block_tokens),
             finds=reuses and transfer.is_kv_consumer,
             stores=reuses and transfer.is_kv_producer,
-            selects=not odd_logits(vllm_config.model_config),
+            selects=not oddities(vllm_config),
             sees_media=sees_media(vllm_config),
             x_share=x_share,
             x_shape=shape,

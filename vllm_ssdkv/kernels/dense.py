@@ -75,7 +75,8 @@ class AttentionKernels(BlockAttention, Protocol):
     ) -> None:
         """Write ``acc / l`` to ``out [T, Hq, D]`` and ``m + ln l`` to ``lse [T, Hq]`` (float32).
 
-        A query that has seen no key gives zeros and ``-inf``.
+        ``out`` is multiplied by the ``value_scale`` of the state's softmax. A query that has seen
+        no key gives zeros and ``-inf``.
         """
         ...
 
@@ -93,8 +94,13 @@ class AttentionKernels(BlockAttention, Protocol):
         cache: torch.Tensor,
         slot_mapping: IntArray,
         layout: BlockLayout,
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         """Scatter ``key, value [T, Hkv, D]`` (the cache's dtype) into ``cache [num_blocks, ...]``.
+
+        A cache of ``FLOAT8`` gets them divided by their ``scales``, rounded as vLLM's backends of
+        the device do: on the CPU towards zero, on CUDA to the nearest; what is too large becomes
+        the largest number.
 
         Token t goes to block ``slot_mapping[t] // block_tokens``, token ``slot_mapping[t] %
         block_tokens`` of it; a negative entry (int64) is padding and is skipped.
@@ -236,13 +242,14 @@ class CpuKernels(NativeKernels):
         cache: torch.Tensor,
         slot_mapping: IntArray,
         layout: BlockLayout,
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         """See :meth:`AttentionKernels.store_kv`; also refuses slots outside the cache."""
         if isinstance(slot_mapping, torch.Tensor) and slot_mapping.dtype == torch.int64:
             slots = slot_mapping.numpy()  # in every layer of a step
         else:
             slots = on_host(slot_mapping, np.int64)
-        self._native.store_kv(key, value, slots, cache, layout.shape, self.threads)
+        self._native.store_kv(key, value, slots, cache, layout.shape, self.threads, *scales)
 
     def pack(
         self,
@@ -365,10 +372,11 @@ class TritonKernels:
         cache: torch.Tensor,
         slot_mapping: IntArray,
         layout: BlockLayout,
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         """See :meth:`AttentionKernels.store_kv`; slots outside the cache are not detected."""
         slots = on_device(slot_mapping, torch.int64, cache.device)
-        self._store.store_kv(key, value, cache, slots, layout)
+        self._store.store_kv(key, value, cache, slots, layout, scales)
 
     def pack(
         self,

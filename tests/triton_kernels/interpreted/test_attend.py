@@ -7,7 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState, Rows, Softmax
+from vllm_ssdkv.kernels.operands.block_layout import (
+    FLOAT8,
+    BlockLayout,
+    PartialState,
+    Rows,
+    Softmax,
+)
 from vllm_ssdkv.profiling.attention_problem import AttentionProblem, RowShape, attention_problem
 from vllm_ssdkv.triton_kernels.attend import attend
 from vllm_ssdkv.triton_kernels.launch import INTERPRETED
@@ -51,7 +57,7 @@ def layouts(draw: st.DrawFn) -> BlockLayout:
         page_tokens=page_tokens,
         kv_heads=draw(st.integers(1, 3)),
         head_size=draw(st.sampled_from([3, 8, 16, 40, 64])),
-        dtype=draw(st.sampled_from(list(TOLERANCE))),
+        dtype=draw(st.sampled_from([*TOLERANCE, *FLOAT8])),
     )
     padding = draw(st.sampled_from([0, 4, 4096]))
     return layout.with_page_stride(layout.page_stride_bytes + padding)

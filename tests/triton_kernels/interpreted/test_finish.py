@@ -1,11 +1,13 @@
 """The kernel that ends an online softmax."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ssdkv.kernels.operands.block_layout import PartialState
+from vllm_ssdkv.kernels.operands.block_layout import PartialState, Softmax
 from vllm_ssdkv.triton_kernels.finish import finish
 
 
@@ -30,12 +32,13 @@ def random_state(tokens: int, heads: int, size: int, seed: int) -> PartialState:
     st.sampled_from([1, 3, 16, 40]),
     st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     st.booleans(),
+    st.sampled_from([1.0, 0.3]),
     st.integers(0, 2**31),
 )
 def test_equals_the_quotient(
-    tokens: int, heads: int, size: int, dtype: torch.dtype, with_lse: bool, seed: int
+    tokens: int, heads: int, size: int, dtype: torch.dtype, with_lse: bool, scale: float, seed: int
 ) -> None:
-    state = random_state(tokens, heads, size, seed)
+    state = replace(random_state(tokens, heads, size, seed), softmax=Softmax(value_scale=scale))
     # A slice of a wider output: what lies beside it must stay.
     wide = torch.full((tokens, heads + 2, size), torch.nan, dtype=dtype)
     out = wide[:, 1:-1]
@@ -43,7 +46,7 @@ def test_equals_the_quotient(
     finish(state, out, lse)
     seen = state.l > 0
     divisor = torch.where(seen, state.l, 1.0)
-    torch.testing.assert_close(out, (state.acc / divisor[..., None]).to(dtype))
+    torch.testing.assert_close(out, (state.acc / divisor[..., None] * scale).to(dtype))
     assert wide[:, 0].isnan().all()
     assert wide[:, -1].isnan().all()
     if lse is not None:

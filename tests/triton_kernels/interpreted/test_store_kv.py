@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
+from vllm_ssdkv.kernels.operands.block_layout import FLOAT8, BlockLayout
 from vllm_ssdkv.profiling.dense_oracle import read_block
 from vllm_ssdkv.triton_kernels.store_kv import store_kv
 
@@ -56,6 +56,22 @@ def test_every_token_lands_in_its_place(
             assert not blocks[block][part][~written[block]].any()
     touched = (cache != before).sum()
     assert touched <= written.sum() * heads * head_size * 2
+
+
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_numbers_of_8_bits_are_the_nearest(dtype: torch.dtype) -> None:
+    """What is too large is the largest; each kind has its scale."""
+    layout = BlockLayout.unpadded(16, 16, 2, 128, dtype)
+    key, value = torch.randn(2, 16, 2, 128).bfloat16()
+    key[0, 0, :2] = torch.tensor([1e9, -1e9])
+    cache = torch.zeros((1, layout.block_bytes), dtype=dtype)
+    store_kv(key, value, cache, torch.arange(16), layout, (0.5, 3.0))
+    for stored, new, scale in zip(
+        read_block(layout, cache[0].view(torch.uint8)), (key, value), (0.5, 3.0), strict=True
+    ):
+        largest = torch.finfo(dtype).max
+        wanted = (new.float() / scale).clamp(-largest, largest).to(dtype)
+        assert torch.equal(stored.float(), wanted.float())
 
 
 @pytest.mark.parametrize(

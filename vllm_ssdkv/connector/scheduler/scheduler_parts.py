@@ -40,7 +40,8 @@ class EngineFacts:
         finds: Whether requests may begin with stored blocks. Some models need all tokens of a
             request in one step, and an engine with the role ``kv_producer`` looks nothing up.
         stores: Whether blocks are stored in mode ``reuse``: not with the role ``kv_consumer``.
-        selects: Whether requests may ask for a selector that ranks pages by their logits.
+        selects: Whether requests may ask for a selector that ranks pages by their logits, and KV
+            has 16 bits or more.
         sees_media: Whether the scheduler's process has the tensors of images and the like.
         x_share: Share of the running contexts that is stored as X, at most, or how it is found.
         x_shape: Shape of the layers, where it may be.

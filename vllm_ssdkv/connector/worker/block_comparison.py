@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ssdkv.connector.kv_layout import KVLayout, layer_offsets
+from vllm_ssdkv.connector.kv_layout import FLOAT8_TYPES, KVLayout, layer_offsets
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
@@ -42,18 +42,12 @@ TOKEN_LAYERS: Final = 16
 MOST_BYTES: Final = 32 << 20
 """Bytes of stored blocks of which copies are kept; one block, if it is larger."""
 
-_FP8: Final = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
-
 
 def element_type(layout: KVLayout) -> torch.dtype | None:
     """Dtype of the numbers in blocks of the chain, which are compared; None: they cannot be."""
     dtype = layout.chain_dtype or layout.dtype
     if dtype == torch.uint8:
-        return _FP8.get(layout.cache_dtype)
+        return FLOAT8_TYPES.get(layout.cache_dtype)
     return dtype if dtype in TOLERANCE else None
 
 

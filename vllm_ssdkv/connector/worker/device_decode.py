@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_ssdkv.connector.worker.device_tables import DeviceTables, Event, Leases
+from vllm_ssdkv.kernels.operands.block_layout import FLOAT8
 from vllm_ssdkv.kernels.operands.step_tables import StepTables, TableRow
 from vllm_ssdkv.sparse.protocol import Selector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
@@ -34,6 +35,8 @@ def piecewise_reason(paged: PageMode) -> str:
         return "contexts are attended to, or projected, between layers"
     if not paged.layers.plain:
         return "some layers have attention sinks, or logits that are no plain products"
+    if paged.block_layout.dtype in FLOAT8:
+        return "K and V are stored in 8 bits"
     if list(paged.layers.numbers) != list(range(paged.layout.geometry.layers)):
         return "some layers attend to a window alone"
     if choices is None:

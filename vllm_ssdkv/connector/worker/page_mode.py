@@ -168,12 +168,16 @@ class PageMode:
         """Make the way between these caches, by layer, and frames of the store."""
         return PagedPort(
             select_kernels(caches[0].device),
-            [cache.view(cache.shape[0], -1) for cache in caches],
+            [self.flat(cache) for cache in caches],
             self.block_layout,
             self.layout.geometry,
             self.store.frames,
             self.ordering,
         )
+
+    def flat(self, cache: torch.Tensor) -> torch.Tensor:
+        """View a layer's cache in HBM as [num_blocks, elements], whatever vLLM calls their type."""
+        return cache.view(cache.shape[0], -1).view(self.block_layout.dtype)
 
     def computes_again(self, request_id: str) -> bool:
         """Check whether a request waits to be computed again: its context could not be read."""

@@ -51,11 +51,13 @@ def store_new(
     value: torch.Tensor,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
-    """Write new K and V [T, Hkv, D] into HBM, in page layout, at ``slot_mapping`` [T]."""
-    select_kernels(kv_cache.device).store_kv(
-        key, value, kv_cache.view(kv_cache.shape[0], -1), slot_mapping, paged.block_layout
-    )
+    """Write new K and V [T, Hkv, D] into HBM, in page layout, at ``slot_mapping`` [T]; ``scales``:
+    of K and of V, where blocks have numbers of 8 bits."""
+    layout, cache = paged.block_layout, paged.flat(kv_cache)
+    kernels = select_kernels(kv_cache.device)
+    kernels.store_kv(key, value, cache, slot_mapping, layout, scales)
 
 
 def attend_layer(
@@ -90,7 +92,7 @@ def attend_layer(
     step = paged.step
     if step is None:
         raise RuntimeError("there is no step to attend for")
-    cache = kv_cache.view(kv_cache.shape[0], -1)
+    cache = paged.flat(kv_cache)
     layer = step.layers[layer_name]
     if paged.ordering is not None and paged.ordering.by_co_activation:
         paged.ordering.observe(layer, query, cache, rows, scale)

@@ -30,11 +30,9 @@ inline void require(bool condition, const char* text) {
 }
 
 inline DType to_dtype(int code) {
-  require(code >= 0 && code <= 2, "dtype must be FLOAT32 (0), BFLOAT16 (1) or FLOAT16 (2)");
+  require(code >= 0 && code <= static_cast<int>(DType::kFloat8E5M2), "there is no such dtype");
   return static_cast<DType>(code);
 }
-
-inline std::int64_t item_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 inline std::int64_t extent(std::size_t n) { return static_cast<std::int64_t>(n); }
 
@@ -47,6 +45,10 @@ struct BlockShape : PageLayout {
 
   std::int64_t payload() const { return 2 * page_tokens * head_size * item_bytes(dtype); }
   std::int64_t groups() const { return block_tokens / page_tokens; }
+  // Of K and V in 8 bits kernels make no summaries but bounds.
+  void check_wide() const {
+    require(item_bytes(dtype) > 1, "these kernels know K and V of 16 and 32 bits only");
+  }
   // Query heads of each KV head.
   void check_heads(std::int64_t q_heads) const {
     require(q_heads > 0 && q_heads % kv_heads == 0,
@@ -56,7 +58,7 @@ struct BlockShape : PageLayout {
 
 struct BoundState : State {
   BoundState(Matrix m, Matrix l, Cube acc, double soft_cap,
-             const std::optional<Vector<float>>& slopes);
+             const std::optional<Vector<float>>& slopes, double scale_of_values);
   void check_same_queries(const State& other) const {
     require(
         tokens == other.tokens && query_heads == other.query_heads && head_size == other.head_size,

@@ -41,7 +41,7 @@ LogitShape to_shape(double soft_cap, const std::optional<Vector<float>>& slopes,
 }
 
 BoundState::BoundState(Matrix m, Matrix l, Cube acc, double soft_cap,
-                       const std::optional<Vector<float>>& slopes)
+                       const std::optional<Vector<float>>& slopes, double scale_of_values)
     : State{extent(m.shape(0)), extent(m.shape(1)), extent(acc.shape(2)),
             m.data(),           l.data(),           acc.data()},
       m_(m),
@@ -51,6 +51,7 @@ BoundState::BoundState(Matrix m, Matrix l, Cube acc, double soft_cap,
               extent(acc.shape(0)) == tokens && extent(acc.shape(1)) == query_heads,
           "m and l must be [tokens, q_heads] and acc [tokens, q_heads, head_size]");
   shape = to_shape(soft_cap, slopes, query_heads);
+  value_scale = static_cast<float>(scale_of_values);
   if (slopes) slopes_ = *slopes;
 }
 
@@ -106,6 +107,7 @@ Vectors to_vectors(std::uint64_t address, int dtype, std::int64_t stride, std::i
   const Vectors made{
       reinterpret_cast<std::byte*>(address), to_dtype(dtype), stride, tokens, heads, head_size};
   require(tokens >= 0 && heads >= 0 && head_size >= 0, "vectors have a negative size");
+  require(item_bytes(made.dtype) > 1, "vectors are of 16 or 32 bits");
   require(stride >= heads * head_size * item_bytes(made.dtype),
           "the stride of tokens is smaller than their heads");
   return made;
@@ -175,30 +177,33 @@ nb::ndarray<nb::numpy, float, nb::ndim<2>> py_log_sum_exp(const BoundState& stat
 }
 
 void py_store_kv(nb::handle key, nb::handle value, const Vector<std::int64_t>& slot_mapping,
-                 nb::handle cache, const BlockShape& shape, std::int64_t threads) {
+                 nb::handle cache, const BlockShape& shape, std::int64_t threads, double key_scale,
+                 double value_scale) {
   check_threads(threads);
+  const bool narrows = item_bytes(shape.dtype) == 1;
   const std::int64_t tokens = extent(slot_mapping.shape(0));
   const Vectors keys = vectors_of("key", key, shape.kv_heads, shape.head_size);
   const Vectors values = vectors_of("value", value, shape.kv_heads, shape.head_size);
   for (const Vectors* part : {&keys, &values}) {
-    require(part->tokens == tokens && part->dtype == shape.dtype,
+    require(part->tokens == tokens && (narrows || part->dtype == shape.dtype),
             "K and V must be of the tokens and dtype of the blocks");
   }
+  require(key_scale > 0 && value_scale > 0, "scales must be positive");
   const CacheBlocks blocks = blocks_of(cache, shape);
   const std::int64_t places = blocks.count * shape.block_tokens;
   for (std::int64_t t = 0; t < tokens; ++t) {
     require(slot_mapping.data()[t] < places, "a slot lies outside the cache's blocks");
   }
   const Scatter s{shape,
-                  keys.data,
-                  values.data,
-                  keys.stride,
-                  values.stride,
+                  keys,
+                  values,
                   slot_mapping.data(),
                   reinterpret_cast<std::byte*>(blocks.address),
-                  blocks.stride};
+                  blocks.stride,
+                  static_cast<float>(key_scale),
+                  static_cast<float>(value_scale)};
   const Unlocked unlocked;
-  scatter_tokens(s, tokens, threads);
+  scatter_tokens(active_kernels(), s, threads);
 }
 
 void py_copy_blocks(Vector<std::uint64_t> source, const BlockShape& from,
@@ -232,13 +237,16 @@ C-contiguous, on the CPU, of exactly the stated dtype (numpy or torch; no silent
 function blocks until done and may be called from any thread. It releases the GIL, but for those
 that take microseconds: ``merge``, ``log_sum_exp``, ``without``, ``compensate``, ``count_choice`` and the clock. It
 runs on the OpenMP team that torch has for that thread; ``threads`` bounds it and counts the caller.
-Dtypes are ``FLOAT32``, ``BFLOAT16`` and ``FLOAT16``; all arithmetic is fp32.
+Dtypes are ``FLOAT32``, ``BFLOAT16`` and ``FLOAT16``, of blocks also ``FLOAT8_E4M3`` and
+``FLOAT8_E5M2``; all arithmetic is fp32.
 
 All raise ValueError on shapes or numbers that do not fit together and TypeError on arrays of
 another dtype or layout.)";
   module.attr("FLOAT32") = static_cast<int>(DType::kFloat32);
   module.attr("BFLOAT16") = static_cast<int>(DType::kBFloat16);
   module.attr("FLOAT16") = static_cast<int>(DType::kFloat16);
+  module.attr("FLOAT8_E4M3") = static_cast<int>(DType::kFloat8E4M3);
+  module.attr("FLOAT8_E5M2") = static_cast<int>(DType::kFloat8E5M2);
   module.attr("SPLIT_PAGES") = static_cast<int>(kSplitPages);
   module.def(
       "isa", [] { return std::string(active_kernels().name); },
@@ -283,10 +291,10 @@ The caller keeps it alive. Raises ValueError, naming it, if heads have holes.)")
 ``m``: running maximum of scaled logits, starts at -inf; ``l``: running sum of ``exp(logit - m)``,
 starts at 0; ``acc [T, q_heads, head_size]``: unnormalised output, starts at 0. A logit is ``soft_cap
 * tanh(s / soft_cap)`` of a scaled product ``s`` (0: the product), plus the head's slope, ``slopes
-[q_heads]``, times the key's position less the query's.)")
-      .def(nb::init<Matrix, Matrix, Cube, double, const std::optional<Vector<float>>&>(),
+[q_heads]``, times the key's position less the query's. ``value_scale``: of V as stored.)")
+      .def(nb::init<Matrix, Matrix, Cube, double, const std::optional<Vector<float>>&, double>(),
            arg("m").noconvert(), arg("l").noconvert(), arg("acc").noconvert(),
-           arg("soft_cap") = 0.0, arg("slopes").noconvert() = nb::none());
+           arg("soft_cap") = 0.0, arg("slopes").noconvert() = nb::none(), arg("value_scale") = 1.0);
   nb::class_<BoundRows>(module, "Rows",
                         R"(Ragged rows of queries, and the range of pages that each sees.
 
@@ -318,16 +326,19 @@ Keys that no query of a tile may see are not read. Repeated calls with disjoint 
 to attention over their union, in any order, up to fp32 rounding; rows that see no key are left as
 they are. The same call with the same ``threads`` gives the same bits.)");
   module.def("finish", &py_finish, arg("state"), arg("out"), arg("lse").noconvert().none(),
-             arg("threads"), "out = acc / l (zero where l is 0); lse = m + log(l).");
+             arg("threads"), "out = acc / l * value_scale (zero where l is 0); lse = m + log(l).");
   module.def("log_sum_exp", &py_log_sum_exp, arg("state"), arg("token").noconvert(),
              "Log-sum-exp of the logits that some query tokens have seen, [n, q_heads].");
   module.def("merge", &py_merge, arg("state"), arg("part"),
              "Fold the state of further keys into a state of the same queries.");
   module.def("store_kv", &py_store_kv, arg("key"), arg("value"), arg("slot_mapping").noconvert(),
-             arg("cache"), arg("shape"), arg("threads"),
+             arg("cache"), arg("shape"), arg("threads"), arg("key_scale") = 1.0,
+             arg("value_scale") = 1.0,
              R"(Scatter new K and V, torch tensors, into the blocks of a layer's ``cache``, another.
 
-``slot_mapping[t] = block * block_tokens + offset``; negative slots are skipped.)");
+``slot_mapping[t] = block * block_tokens + offset``; negative slots are skipped. Blocks of 8 bits
+get K and V divided by their scales, rounded as vLLM's CPU backend does: towards zero, and what is
+too large, or NaN, to the largest number.)");
   module.def("copy_blocks", &py_copy_blocks, arg("source").noconvert(), arg("from_shape"),
              arg("destination").noconvert(), arg("to_shape"), arg("clear_padding"), arg("threads"),
              "Copy blocks between addresses; shapes differ in the page stride alone.");

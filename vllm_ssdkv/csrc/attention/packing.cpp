@@ -16,8 +16,6 @@ constexpr std::int64_t kTaskBytes = 1 << 17;
 // Below this many bytes in all, waking another thread costs more than it brings.
 constexpr std::int64_t kMinThreadBytes = 1 << 18;
 
-std::int64_t item_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-
 std::size_t count(std::int64_t bytes) { return static_cast<std::size_t>(bytes); }
 
 // One head of one layer at a time, of which everything is made while its K and V are in the cache.

@@ -8,7 +8,19 @@
 
 namespace ssdkv::attention {
 
-enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+// K and V may be of any of these; queries and outputs are of the first three.
+enum class DType : int {
+  kFloat32 = 0,
+  kBFloat16 = 1,
+  kFloat16 = 2,
+  kFloat8E4M3 = 3,
+  kFloat8E5M2 = 4
+};
+
+// Local to each file that includes it, as what may be emitted must be.
+static constexpr std::int64_t item_bytes(DType dtype) {
+  return dtype == DType::kFloat32 ? 4 : dtype < DType::kFloat8E4M3 ? 2 : 1;
+}
 
 inline constexpr std::int64_t kMaxHeadSize = 512;
 
@@ -44,6 +56,7 @@ struct State {
   float* denominator;  // [tokens][query_heads]
   float* accumulator;  // [tokens][query_heads][head_size]
   LogitShape shape = {};
+  float value_scale = 1.0f;  // of V as stored; results are multiplied by it
 };
 
 // Ragged rows of queries, and the range of pages that each attends to.

@@ -13,8 +13,6 @@ constexpr std::int64_t kTaskBytes = 1 << 17;
 // Below this many bytes in all, waking another thread costs more than it brings.
 constexpr std::int64_t kMinThreadBytes = 1 << 18;
 
-std::int64_t item_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-
 struct Piece {
   std::int64_t row;
   std::int64_t head;

@@ -42,6 +42,7 @@ void py_summarize(Vector<std::uint64_t> source, const BlockShape& shape,
                   std::optional<Vector<std::uint64_t>> channels,
                   std::optional<Vector<std::uint64_t>> value_sum, std::int64_t threads) {
   check_threads(threads);
+  if (spread || channels || value_sum) shape.check_wide();
   const std::int64_t blocks = extent(source.shape(0));
   const Summaries s{shape,
                     source.data(),
@@ -59,6 +60,7 @@ void py_encode(Vector<std::uint64_t> source, const BlockShape& shape, Vector<std
                std::int64_t bits, std::int64_t threads) {
   check_threads(threads);
   check_bits(bits);
+  shape.check_wide();
   const std::int64_t blocks = extent(source.shape(0));
   Summaries s{};
   s.layout = shape;
@@ -88,6 +90,7 @@ struct SlotTails {
         value_sums(with_value_sums),
         codes(code_shape(shape, code_bits)) {
     require(layers > 0, "a slot has at least one layer");
+    if (channel_pages != 0 || spread || code_bits != 0) shape.check_wide();
     require(page_bytes >= shape.payload(), "page_bytes is smaller than K and V of one page");
     require(channel_pages >= 0, "channel_pages must not be negative");
     require(channel_pages == 0 || !spread, "summaries are channels or spread, not both");
@@ -165,7 +168,10 @@ void py_pack_summarized(Vector<std::uint64_t> source, std::optional<Vector<std::
                                    : PageRecord::kBounds;
   p.codes = tails.codes;
   p.value_sums = tails.value_sums;
-  if (order != nullptr) order->set(p);
+  if (order != nullptr) {
+    tails.shape.check_wide();
+    order->set(p);
+  }
   const Unlocked unlocked;
   pack_summarized(p, threads);
 }
@@ -174,6 +180,7 @@ void score_records(PageRecord kind, std::int64_t code_bits, ConstCube query, dou
                    const Contexts& contexts, Vector<std::uint64_t> records,
                    Array<float, nb::ndim<1>> logits, std::int64_t threads) {
   PageScoring s{};
+  contexts.shape.check_wide();
   s.kind = kind;
   s.layout = contexts.shape;
   s.codes = code_shape(contexts.shape, code_bits);
@@ -234,6 +241,7 @@ void py_channel_logits(Array<const std::int32_t, nb::ndim<3>> channels, ConstCub
                        Vector<std::uint64_t> window, Array<float, nb::ndim<1>> logits,
                        bool chosen_only, std::int64_t threads) {
   ChannelScoring s{};
+  contexts.shape.check_wide();
   const std::int64_t rows = contexts.rows;
   const std::int64_t head_size = contexts.shape.head_size;
   s.layout = contexts.shape;

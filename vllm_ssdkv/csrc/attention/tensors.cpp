@@ -61,6 +61,8 @@ struct Tensor {
         nb::module_::import_("torch").attr("float32"),
         nb::module_::import_("torch").attr("bfloat16"),
         nb::module_::import_("torch").attr("float16"),
+        nb::module_::import_("torch").attr("float8_e4m3fn"),
+        nb::module_::import_("torch").attr("float8_e5m2"),
     };
     for (std::size_t i = 0; i < known->size(); ++i) {
       if (dtype.is((*known)[i])) return static_cast<DType>(i);
@@ -75,7 +77,7 @@ Vectors vectors_of(const std::string& name, nb::handle tensor, std::int64_t head
                    std::int64_t head_size) {
   const Tensor t(tensor);
   const bool fits = t.shape.size() == 3 && t.shape[1] == heads && t.shape[2] == head_size;
-  if (!fits || !t.dtype || !t.on_host ||
+  if (!fits || !t.dtype || item_bytes(*t.dtype) == 1 || !t.on_host ||
       (t.elements(0) > 0 && (t.strides[1] != head_size || t.strides[2] != 1))) {
     throw std::invalid_argument(
         name + " must be [T, " + std::to_string(heads) + ", " + std::to_string(head_size) +

@@ -1,4 +1,4 @@
-// Moving K and V between layouts without arithmetic. Every call blocks until done and needs no GIL.
+// Moving K and V between layouts. Every call blocks until done and needs no GIL.
 #pragma once
 
 #include <cstddef>
@@ -10,16 +10,16 @@ namespace ssdkv::attention {
 
 struct Scatter {
   PageLayout layout;
-  const std::byte* key;  // [tokens][kv_heads][head_size], tokens `key_stride` bytes apart
-  const std::byte* value;
-  std::int64_t key_stride;
-  std::int64_t value_stride;
+  Vectors key;  // of the layout's dtype, unless that has 8 bits
+  Vectors value;
   const std::int64_t* slots;  // [tokens]: block * block_tokens + offset; negative: no place, skip
   std::byte* cache;
   std::int64_t block_stride;
+  float key_scale;  // what K is divided by on its way to 8 bits
+  float value_scale;
 };
 
-void scatter_tokens(const Scatter& scatter, std::int64_t tokens, std::int64_t threads);
+void scatter_tokens(const Kernels& kernels, const Scatter& scatter, std::int64_t threads);
 
 // Pages that lie evenly apart, and where they go.
 struct PageRun {

@@ -354,7 +354,7 @@ class BoundPlan {
                  double scale, attention::AttentionClock& clock,
                  std::optional<std::int64_t> sliding_window,
                  const std::optional<Vector<float>>& sinks, double soft_cap,
-                 const std::optional<Vector<float>>& slopes, std::size_t room,
+                 const std::optional<Vector<float>>& slopes, double value_scale, std::size_t room,
                  const BoundGuess* guess) {
     stopped_ = false;
     require(layer >= 0 && layer < extent(streamed_.size()), "there is no such layer");
@@ -374,6 +374,7 @@ class BoundPlan {
                  std::min(sliding_window.value_or(attention::kUnbounded), attention::kUnbounded),
                  sinks ? sinks->data() : nullptr,
                  logits,
+                 static_cast<float>(value_scale),
                  room,
                  guess};
     require(operands_.query.tokens == plan_.tokens && operands_.out.tokens == plan_.tokens,
@@ -572,14 +573,15 @@ the rows that choose do so. With ``keeps`` what they choose can be asked for lat
       .def("run_layer", &BoundPlan::run_layer, nb::arg("layer"), nb::arg("query"), nb::arg("cache"),
            nb::arg("out"), nb::arg("scale"), nb::arg("clock"), nb::arg("sliding_window").none(),
            nb::arg("sinks").noconvert().none(), nb::arg("soft_cap"),
-           nb::arg("slopes").noconvert().none(), nb::arg("room"), nb::arg("guess").none(),
+           nb::arg("slopes").noconvert().none(), nb::arg("value_scale"), nb::arg("room"),
+           nb::arg("guess").none(),
            R"(Attend to windows and contexts of a layer, and write ``out``.
 
 ``query`` and ``out [T, q_heads, head_size]`` and ``cache [num_blocks, ...]``, the layer's blocks in
 HBM, are torch tensors. ``sliding_window``: of the keys in HBM; ``sinks [q_heads]``: logits of
-attention sinks; ``soft_cap`` and ``slopes``: as of ``State``. Where chosen pages are not in memory,
-or pages of the ``guess``, the layer stops, and False is the answer: :meth:`resume` goes on. Places
-are taken for up to ``room`` distinct pages.)")
+attention sinks; ``soft_cap``, ``slopes`` and ``value_scale``: as of ``State``. Where chosen pages
+are not in memory, or pages of the ``guess``, the layer stops, and False is the answer:
+:meth:`resume` goes on. Places are taken for up to ``room`` distinct pages.)")
       .def("choose", &BoundPlan::choose, nb::arg("choosing").none(),
            "These rows choose from now on.")
       .def_prop_ro("chosen", &BoundPlan::chosen, "Pages that the layers have chosen, so far.")

@@ -23,7 +23,8 @@ attention::State state_of(StepPlan& plan, const LayerOperands& o) {
           work.maximum.data(),
           work.denominator.data(),
           work.accumulator.data(),
-          o.shape};
+          o.shape,
+          o.value_scale};
 }
 
 // State of the step's queries that have seen no key but the sinks of their heads.

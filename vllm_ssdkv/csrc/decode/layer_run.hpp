@@ -24,6 +24,7 @@ struct LayerOperands {
   std::int64_t sliding_window;  // of the keys in HBM; attention::kUnbounded: all
   const float* sinks;           // [query_heads]: logits of attention sinks; null: there are none
   attention::LogitShape shape;
+  float value_scale;          // of V as stored
   std::size_t room;           // distinct pages outside frames that may be taken
   const GuessedPages* guess;  // to be in memory when the layer ends; null: nothing is
 };

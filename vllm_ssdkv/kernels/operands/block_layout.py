@@ -29,10 +29,15 @@ _Number = TypeVar("_Number", bound=np.generic)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Element types that every provider of kernels accepts for queries, keys, values and outputs."""
 
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Element types that blocks may have beside those: K and V divided by a scale of their layer."""
+
 NATIVE_DTYPES = {
     torch.float32: _kernels.FLOAT32,
     torch.float16: _kernels.FLOAT16,
     torch.bfloat16: _kernels.BFLOAT16,
+    torch.float8_e4m3fn: _kernels.FLOAT8_E4M3,
+    torch.float8_e5m2: _kernels.FLOAT8_E5M2,
 }
 """Native kernels' numbers of the element types."""
 
@@ -76,8 +81,8 @@ class BlockLayout:
                 f"block_tokens {self.block_tokens} is not a multiple of page_tokens "
                 f"{self.page_tokens}"
             )
-        if self.dtype not in DTYPES:
-            raise ValueError(f"KV dtype {self.dtype} is none of {DTYPES}")
+        if self.dtype not in NATIVE_DTYPES:
+            raise ValueError(f"KV dtype {self.dtype} is none of {tuple(NATIVE_DTYPES)}")
         if (
             self.page_stride_bytes < self.page_payload_bytes
             or self.page_stride_bytes % self.dtype.itemsize
@@ -317,11 +322,13 @@ class Softmax:
         soft_cap: Logits are ``soft_cap * tanh(s / soft_cap)``; 0: ``s``.
         slopes: ALiBi, float32 [Hq] on the device of the kernels: to these is added the slope times
             the key's position less the query's.
+        value_scale: V is what blocks hold times this. (K's scale is a factor of the logits'.)
     """
 
     sinks: torch.Tensor | None = None
     soft_cap: float = 0.0
     slopes: torch.Tensor | None = None
+    value_scale: float = 1.0
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` unless the slopes are float32: kernels read no others."""
@@ -402,6 +409,7 @@ class PartialState:
             self.acc.numpy(),
             self.softmax.soft_cap,
             self.softmax.host_slopes,
+            self.softmax.value_scale,
         )
 
     def check(self, shape: tuple[int, ...], device: torch.device) -> None:

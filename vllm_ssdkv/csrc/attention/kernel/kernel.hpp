@@ -159,17 +159,7 @@ void read_queries(const Work& w) {
 // do.
 void begin(const Work& w) {
   const Problem& p = w.problem;
-  switch (p.query.dtype) {
-    case DType::kFloat32:
-      read_queries<float>(w);
-      break;
-    case DType::kBFloat16:
-      read_queries<BFloat16>(w);
-      break;
-    case DType::kFloat16:
-      read_queries<Float16>(w);
-      break;
-  }
+  for_dtype(p.query.dtype, [&](auto item) { read_queries<decltype(item)>(w); });
   std::memset(w.accumulator, 0, part_bytes((w.count + kSpareRows) * w.width));
   for (std::int64_t row = 0; row < w.count + kSpareRows; ++row) {
     w.limit[row] =
@@ -299,17 +289,7 @@ void attend_blocks(const Work& w) {
 void attend(const Problem& problem, const Task& task, std::byte* scratch) {
   const Work w(problem, task, scratch);
   begin(w);
-  switch (problem.layout.dtype) {
-    case DType::kFloat32:
-      attend_blocks<float>(w);
-      break;
-    case DType::kBFloat16:
-      attend_blocks<BFloat16>(w);
-      break;
-    case DType::kFloat16:
-      attend_blocks<Float16>(w);
-      break;
-  }
+  for_stored(problem.layout.dtype, [&](auto item) { attend_blocks<decltype(item)>(w); });
   end(w);
 }
 
@@ -340,6 +320,7 @@ void finish_tokens(const Output& o, std::int64_t token_begin, std::int64_t token
     for (std::int64_t head = 0; head < o.state.query_heads; ++head) {
       const std::int64_t at = token * o.state.query_heads + head;
       const float denominator = o.state.denominator[at];
+      const float scale = o.state.value_scale;
       const bool seen = denominator != 0.0f;
       const auto* from =
           reinterpret_cast<const std::byte*>(o.state.accumulator + at * o.state.head_size);
@@ -347,7 +328,7 @@ void finish_tokens(const Output& o, std::int64_t token_begin, std::int64_t token
       for (std::int64_t d = 0; d < o.state.head_size; d += kLanes) {
         const std::int64_t left = o.state.head_size - d;
         const Vec sum = load_some<float>(from + d * static_cast<std::int64_t>(sizeof(float)), left);
-        store_some<T>(to + d * kItem, seen ? sum / denominator : Vec{}, left);
+        store_some<T>(to + d * kItem, seen ? sum / denominator * scale : Vec{}, left);
       }
       if (o.lse != nullptr)
         o.lse[at] = seen ? o.state.maximum[at] + ::logf(denominator) : -kInfinity;
@@ -356,14 +337,8 @@ void finish_tokens(const Output& o, std::int64_t token_begin, std::int64_t token
 }
 
 void finish(const Output& o, std::int64_t token_begin, std::int64_t token_end) {
-  switch (o.out.dtype) {
-    case DType::kFloat32:
-      return finish_tokens<float>(o, token_begin, token_end);
-    case DType::kBFloat16:
-      return finish_tokens<BFloat16>(o, token_begin, token_end);
-    case DType::kFloat16:
-      return finish_tokens<Float16>(o, token_begin, token_end);
-  }
+  for_dtype(o.out.dtype,
+            [&](auto item) { finish_tokens<decltype(item)>(o, token_begin, token_end); });
 }
 
 template <typename T>
@@ -378,14 +353,7 @@ void widen_token(const Vectors& v, std::int64_t token, float* to) {
 }
 
 void widen(const Vectors& v, std::int64_t token, float* to) {
-  switch (v.dtype) {
-    case DType::kFloat32:
-      return widen_token<float>(v, token, to);
-    case DType::kBFloat16:
-      return widen_token<BFloat16>(v, token, to);
-    case DType::kFloat16:
-      return widen_token<Float16>(v, token, to);
-  }
+  for_dtype(v.dtype, [&](auto item) { widen_token<decltype(item)>(v, token, to); });
 }
 
 constexpr SparseKernels kSparseKernels{

@@ -250,14 +250,8 @@ void channel_logits(const ChannelScoring& s, std::int64_t row, std::int64_t head
 
 void window_logits(const ChannelScoring& s, std::int64_t row, std::int64_t head,
                    std::byte* scratch) {
-  switch (s.layout.dtype) {
-    case DType::kFloat32:
-      return window_tokens<float>(s, row, head, scratch);
-    case DType::kBFloat16:
-      return window_tokens<BFloat16>(s, row, head, scratch);
-    case DType::kFloat16:
-      return window_tokens<Float16>(s, row, head, scratch);
-  }
+  for_dtype(s.layout.dtype,
+            [&](auto item) { window_tokens<decltype(item)>(s, row, head, scratch); });
 }
 
 }  // namespace

@@ -121,11 +121,11 @@ void write_value_sum(const PageLayout& layout, const std::byte* pages, std::byte
 }
 
 void page_record(const PageLayout& layout, PageRecord kind, const std::byte* page, std::byte* to) {
-  for_dtype(layout.dtype, [&](auto item) {
-    using T = decltype(item);
-    if (kind == PageRecord::kBounds) return write_bounds<T>(layout, page, to);
-    write_spread<T>(layout, page, to);
-  });
+  if (kind == PageRecord::kBounds) {
+    return for_stored(layout.dtype,
+                      [&](auto item) { write_bounds<decltype(item)>(layout, page, to); });
+  }
+  for_dtype(layout.dtype, [&](auto item) { write_spread<decltype(item)>(layout, page, to); });
 }
 
 void head_channels(const PageLayout& layout, const std::byte* pages, std::byte* to) {

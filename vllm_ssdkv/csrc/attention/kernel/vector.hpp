@@ -40,30 +40,34 @@ using IntVec = std::int32_t __attribute__((vector_size(4 * kLanes)));
 using UintVec = std::uint32_t __attribute__((vector_size(4 * kLanes)));
 using HalfVec = std::uint16_t __attribute__((vector_size(2 * kLanes)));
 using ByteVec = std::int8_t __attribute__((vector_size(kLanes)));
+using BitsVec = std::uint8_t __attribute__((vector_size(kLanes)));
 using Lanes = std::make_integer_sequence<int, kLanes>;
 
-// Storage types of the three dtypes, and of the mean in codes: only their size and the overload
-// they select matter.
+// Storage types of the dtypes, and of the mean in codes: only their size and the overload they
+// select matter.
 enum class BFloat16 : std::uint16_t {};
 enum class Float16 : std::uint16_t {};
+enum class Float8E4M3 : std::uint8_t {};
+enum class Float8E5M2 : std::uint8_t {};
 enum class Int8 : std::int8_t {};
 
 constexpr float kInfinity = __builtin_inff();
 
-// Calls work(T{}) for the storage type T of a dtype.
+// Calls work(T{}) for the storage type T of a dtype of 16 or 32 bits.
 template <typename Work>
 void for_dtype(DType dtype, const Work& work) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return work(float{});
-    case DType::kBFloat16:
-      return work(BFloat16{});
-    case DType::kFloat16:
-      return work(Float16{});
-  }
+  if (dtype == DType::kFloat32) return work(float{});
+  if (dtype == DType::kBFloat16) return work(BFloat16{});
+  if (dtype == DType::kFloat16) return work(Float16{});
 }
 
-inline std::int64_t item_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+// The same for any dtype, which K and V may be stored as.
+template <typename Work>
+void for_stored(DType dtype, const Work& work) {
+  if (dtype == DType::kFloat8E4M3) return work(Float8E4M3{});
+  if (dtype == DType::kFloat8E5M2) return work(Float8E5M2{});
+  for_dtype(dtype, work);
+}
 
 inline Vec splat(float x) { return x - Vec{}; }
 
@@ -129,6 +133,31 @@ inline Vec load<Float16>(const std::byte* from) {
 #endif
 }
 
+// Both kinds of 8 bits are float16 but for where their bits stand, and for the exponent's bias.
+inline HalfVec widen_bits(const std::byte* from) {
+  BitsVec bits;
+  std::memcpy(&bits, from, sizeof(bits));
+  return __builtin_convertvector(bits, HalfVec);
+}
+
+inline Vec load_halves(HalfVec halves) {
+  return load<Float16>(reinterpret_cast<const std::byte*>(&halves));
+}
+
+template <>
+inline Vec load<Float8E5M2>(const std::byte* from) {
+  return load_halves(widen_bits(from) << 8);
+}
+
+template <>
+inline Vec load<Float8E4M3>(const std::byte* from) {
+  const HalfVec bits = widen_bits(from);
+  const HalfVec magnitude = bits & 0x7f;
+  const HalfVec number = (bits & 0x80) << 8 | magnitude << 7;
+  return load_halves(magnitude == 0x7f ? HalfVec{} + 0x7e00 : number) *
+         256.0f;  // it has no infinity
+}
+
 template <>
 inline Vec load<Int8>(const std::byte* from) {
 #if defined(__AVX512F__)
@@ -186,6 +215,27 @@ inline void store<Float16>(std::byte* to, Vec v) {
   for (int i = 0; i < kLanes; ++i) halves[i] = static_cast<_Float16>(v[i]);
 #endif
   std::memcpy(to, &halves, sizeof(halves));
+}
+
+inline HalfVec store_halves(Vec v) {
+  HalfVec halves;
+  store<Float16>(reinterpret_cast<std::byte*>(&halves), v);
+  return halves;
+}
+
+// Vector of numbers that the type has.
+template <>
+inline void store<Float8E5M2>(std::byte* to, Vec v) {
+  const BitsVec bits = __builtin_convertvector(store_halves(v) >> 8, BitsVec);
+  std::memcpy(to, &bits, sizeof(bits));
+}
+
+template <>
+inline void store<Float8E4M3>(std::byte* to, Vec v) {
+  const HalfVec halves = store_halves(v * 0x1p-8f);
+  const HalfVec magnitude = (halves & 0x7fff) > 0x7c00 ? HalfVec{} + 0x7f : halves >> 7 & 0x7f;
+  const BitsVec bits = __builtin_convertvector((halves >> 8 & 0x80) | magnitude, BitsVec);
+  std::memcpy(to, &bits, sizeof(bits));
 }
 
 // Vector of whole numbers within -128 .. 127.
