@@ -493,6 +493,18 @@ def test_the_eviction_order_survives_a_clean_close(path: Path) -> None:
     assert again.allocate(4).tolist() == [2, 1, 3, 0]
 
 
+def test_retained_blocks_are_the_newest_after_a_clean_close(path: Path) -> None:
+    index = open_index(path)
+    kept, other = store(index, 0, 1), store(index, 2, 3)
+    index.durable(np.concatenate([kept, other]))
+    index.retain(kept, 60, 1.0)
+    assert index.close()
+    after = open_index(path)
+    assert after.order().tolist() == [*other[::-1], *kept[::-1]]
+    assert after.gauges()["retained"] == 0
+    kill(after)
+
+
 def test_epochs_never_repeat(path: Path) -> None:
     seen: list[int] = []
     for open_number in (0, 1, 1, 7, 2):  # a manifest that was not saved, or restored from a copy
@@ -1102,6 +1114,23 @@ def test_a_block_that_moved_is_found_in_its_new_slot() -> None:
     assert [index.state(s) for s in old.tolist()] == [SlotState.FREE] * 2
     assert index.order().tolist() == new.tolist()[::-1]
     assert index.gauges()["ready"] == 2
+
+
+def test_a_block_that_moved_is_retained_as_long_as_before() -> None:
+    clock = Clock()
+    index = SlotIndex(6, None, clock=clock)
+    store(index, 0)
+    old, new = moving(index, 0)
+    index.retain(old, 60, 0.5)
+    index.replace(old, new)
+    index.unpin(old)
+    index.unpin(new)
+    for number in range(1, 20):
+        store(index, number)
+    assert found(index, 0) == new.tolist()
+    clock.sleep(60)
+    assert index.gauges()["retained"] == 0
+    assert index.counters["retentions_cut"] == 0
 
 
 def test_who_reads_the_old_slot_keeps_it() -> None:
