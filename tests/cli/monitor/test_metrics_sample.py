@@ -32,6 +32,7 @@ BEFORE: dict[str, Any] = {
     "slots_ready": {(): 60},
     "slots_free": {(): 30},
     "slots_pinned": {(): 10},
+    "slots_retained": {(): 5},
     "dram_frames": {(): 8},
     "dram_frames_used": {(): 6},
     "dram_frames_dirty": {(): 2},
@@ -104,7 +105,7 @@ def test_what_is_there_is_that_of_the_later_page() -> None:
     assert found.restored_tokens == {"dram": 150, "ssd": 3000}
     assert found.hit_rate_since_start == 0.725
     assert (found.slots, found.slots_to_come, found.slots_ready) == (100, 20, 60)
-    assert (found.slots_free, found.slots_pinned) == (30, 10)
+    assert (found.slots_free, found.slots_pinned, found.slots_retained) == (30, 10, 5)
     assert (found.dram_frames, found.dram_frames_used, found.dram_frames_dirty) == (8, 6, 2)
     assert {name for name, count in found.troubles.items() if count} == {"checksum_failures"}
 

@@ -57,7 +57,7 @@ def test_one_sample_for_people() -> None:
         "3 running, 2 waiting",
         "85.0% now, 72.5% since the start",
         "ssd ",
-        "70 of 80 blocks now, up to 100: 60 ready, 10 pinned, 30 free",
+        "70 of 80 blocks now, up to 100: 60 ready, 5 retained, 10 pinned, 30 free",
         "75.0% of 8 frames, 2 not yet written",
         "checksum_failures 2",
         "96 s, 3,150 prompt tokens not computed",

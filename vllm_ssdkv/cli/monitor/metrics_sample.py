@@ -110,6 +110,7 @@ class Sample:
     slots_ready: int
     slots_free: int
     slots_pinned: int
+    slots_retained: int
     dram_frames: int
     dram_frames_used: int
     dram_frames_dirty: int
@@ -172,6 +173,7 @@ def compare(older: Scrape, newer: Scrape, url: str, now: float) -> Sample:
         slots_ready=now_of("slots_ready"),
         slots_free=now_of("slots_free"),
         slots_pinned=now_of("slots_pinned"),
+        slots_retained=now_of("slots_retained"),
         dram_frames=now_of("dram_frames"),
         dram_frames_used=now_of("dram_frames_used"),
         dram_frames_dirty=now_of("dram_frames_dirty"),

@@ -96,7 +96,8 @@ def _store(sample: Sample) -> list[tuple[str, str | Text]]:
         (
             "slots",
             f"{blocks_of(used, sample.slots, sample.slots_to_come)}: {sample.slots_ready:,} "
-            f"ready, {sample.slots_pinned:,} pinned, {sample.slots_free:,} free",
+            f"ready, {sample.slots_retained:,} retained, {sample.slots_pinned:,} pinned, "
+            f"{sample.slots_free:,} free",
         ),
         (
             "DRAM",
