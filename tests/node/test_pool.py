@@ -268,6 +268,37 @@ def test_replicas_lie_on_the_two_first_nodes_and_serve_each_other(
     assert engine.find(keys) == len(keys)
 
 
+@pytest.mark.soak
+def test_sixteen_nodes_of_which_some_go_and_come_back(place: Path) -> None:
+    site = Site(place, 16)
+    for node in range(16):
+        site.start(node)
+    engine = Engine(site.addresses, "many", replicas=2)
+    try:
+        keys = new_keys(96 * RUN_BLOCKS)
+        assert engine.save(keys) == (2 * len(keys), 0)
+        order = homes(site, keys)
+        assert {home for ranked in order for home in ranked[:2]} == set(range(16))
+        gone = {5, 6, 7}
+        for node in gone:
+            site.end(node)
+        until(lambda: engine.connected() == 13)
+        lost = [set(ranked[:2]) <= gone for ranked in order]
+        assert engine.find(keys) == (lost.index(True) if any(lost) else len(keys))
+        kept = [key for key, none in zip(keys, lost, strict=True) if not none]
+        assert engine.load(kept).complete
+        assert engine.holds(kept)
+        for node in gone:
+            site.start(node)
+        until(lambda: engine.connected() == 16)
+        assert engine.load(keys).complete
+        assert engine.holds(keys)
+    finally:
+        engine.close()
+        for node in range(16):
+            site.end(node)
+
+
 def test_without_replicas_the_part_of_a_lost_node_is_missing_and_comes_back(
     engines: Callable[..., Engine], site: Site
 ) -> None:

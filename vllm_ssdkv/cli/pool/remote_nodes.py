@@ -7,6 +7,7 @@ node's state as JSON. One code starts and ends processes, :mod:`vllm_ssdkv.cli.p
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -102,7 +103,12 @@ def by_ray(
             f'runner: ray cannot be imported ({error}): pip install ray, or set runner "hosts"'
         ) from error
     try:
-        ray.init(address="auto", namespace="ssdkv-pool", log_to_driver=False)
+        ray.init(
+            "auto",
+            namespace="ssdkv-pool",
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
     except ConnectionError as error:
         raise PoolError(f"runner: no Ray cluster: start one with ray start ({error})") from error
     try:
