@@ -129,7 +129,7 @@ def _holder(layer: torch.nn.Module, tree: ModuleTree) -> torch.nn.Module:
 
 
 def _without_queries(module: torch.nn.Module) -> Callable[[], AbstractContextManager[None]]:
-    """What has a module project K and V alone while it is entered, where that is possible."""
+    """Context in which a module projects K and V alone, where that is possible."""
     for linear in module.children():
         if (
             isinstance(linear, QKVParallelLinear)
