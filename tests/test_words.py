@@ -318,11 +318,11 @@ TABLES = [page for page in GENERATED if page.name not in {"messages.md", "models
 
 MOST_WORDS: list[tuple[str, list[Path], int]] = [
     ("guides", GUIDES, 28_000),
-    ("internals", INTERNALS, 19_400),
-    ("overview", [ROOT / "ARCHITECTURE.md"], 5_150),
+    ("internals", INTERNALS, 19_100),
+    ("overview", [ROOT / "ARCHITECTURE.md"], 5_000),
     ("format", [ROOT / "docs" / "format.md"], 5_600),
-    ("by hand", BY_HAND, 63_700),
-    ("generated", TABLES, 25_400),
+    ("by hand", BY_HAND, 63_300),
+    ("generated", TABLES, 25_200),
 ]
 """Words of pages together, as ``wc`` counts them."""
 MOST_LONG = 0.055
