@@ -121,6 +121,13 @@ class Rows:
         end: NDArray[numpy.int32],
         list_per_head: bool = False,
     ) -> None: ...
+    @property
+    def max_queries(self) -> int:
+        """Queries of a row, at most."""
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of a list, at most."""
 
 class Pages:
     """
@@ -628,6 +635,28 @@ class ChosenLists:
         """
         Pages of a layer, and the edges of their lists; None: it chose none, or has stopped.
         """
+
+def windows(
+    query_start: NDArray[numpy.int64],
+    length: NDArray[numpy.int64],
+    table: NDArray[numpy.int64],
+    hbm_start: NDArray[numpy.int64],
+    block_tokens: int,
+) -> tuple[
+    NDArray[numpy.int32],
+    NDArray[numpy.int32],
+    NDArray[numpy.int64],
+    NDArray[numpy.int32],
+    NDArray[numpy.int32],
+    NDArray[numpy.int64],
+    NDArray[numpy.int64],
+]:
+    """
+    Windows of rows in HBM, from block ``hbm_start [R]`` to the block of the last token.
+
+    Begin and count of each row's queries, position of the first; begin and end of its blocks in the
+    last two: ids of the blocks, by the ``table [R, blocks]``, and position of each one's first token.
+    """
 
 class StepPlan:
     """

@@ -60,6 +60,7 @@ CPU = torch.device("cpu")
 LAYERS, HEADS, QUERY_HEADS, HEAD_SIZE, PAGE, BLOCK = 2, 2, 4, 32, 16, 32
 LAYOUT = BlockLayout.unpadded(BLOCK, PAGE, HEADS, HEAD_SIZE, torch.float32)
 GEOMETRY = SlotGeometry("paged", LAYERS, HEADS, BLOCK // PAGE, 4096, summary_pages=1)
+SLOT = LAYOUT.with_page_stride(GEOMETRY.page_bytes)
 CHANNELS = replace(GEOMETRY, channel_pages=2)
 SPREAD = with_summaries(
     replace(GEOMETRY, summary_pages=0), PAGE, channels=False, record="spread_with_values"
@@ -278,6 +279,47 @@ def test_rows_that_share_their_context_read_it_once(
     chosen.close()
 
 
+def test_rows_of_the_step_before_serve_a_batch_in_another_order(
+    make_rows: Callable[..., Rows],
+) -> None:
+    """vLLM orders the rows of a batch, whatever the order of the plan: by the same contexts and
+    selectors, each row still gets what is its own."""
+    rows, every = make_rows(), range(len(LENGTHS))
+    contexts, names = rows.contexts(), [str(row) for row in every]
+    selector = BoundsSelector(Budget(share=0.6), PAGE, CpuScoringKernels())
+    selectors = dict.fromkeys(every, selector)
+    table = np.zeros((len(LENGTHS), max(map(len, rows.blocks))), dtype=np.int64)
+    for row, blocks in enumerate(rows.blocks):
+        table[row, : len(blocks)] = blocks
+    latest, found = None, []
+    for order in ([0, 1, 2], [0, 1, 2], [2, 0, 1], [2, 0, 1], [0, 1, 2]):
+        chosen, stream = (
+            rows.rig.store.choose(contexts, every),
+            rows.rig.store.stream(contexts, every),
+        )
+        decode = SparseDecode(
+            selectors, chosen, LAYOUT, range(LAYERS), rows.means, names, latest=latest
+        )
+        batch = RowBatch.build(
+            np.arange(len(LENGTHS) + 1),
+            np.array(LENGTHS)[order],
+            table[order],
+            np.array([len(slots) for slots in contexts])[order],
+            np.array(order),
+            BLOCK,
+        )
+        queries, clock = queries_of(0)[order], AttentionClock()
+        plan = DecodePlan.of(batch, LAYOUT, SLOT, GEOMETRY, stream, decode, queries, clock)
+        assert plan is not None
+        out = torch.empty_like(queries)
+        plan.attend(0, queries, rows.caches[0], out, SCALE)
+        found.append(out[np.argsort(order)])
+        stream.close()
+        chosen.close()
+        latest = decode
+    assert all(torch.equal(out, found[0]) for out in found)
+
+
 def test_native_code_counts_frames_that_rows_share_once(
     make_rows: Callable[..., Rows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,7 +340,7 @@ def test_native_code_counts_frames_that_rows_share_once(
     )
     stream = rows.rig.store.stream(rows.contexts(), every)
     clock = AttentionClock()
-    plan = DecodePlan.of(batch, LAYOUT, GEOMETRY, stream, decode, queries_of(0), clock)
+    plan = DecodePlan.of(batch, LAYOUT, SLOT, GEOMETRY, stream, decode, queries_of(0), clock)
     assert plan is not None
     for layer, (out, _) in enumerate(made):
         found = torch.empty_like(out)
@@ -358,7 +400,7 @@ def native_step(
     )
     stream = rows.rig.store.stream(rows.contexts(), range(len(LENGTHS)))
     batch, clock = rows.batch(), AttentionClock()
-    plan = DecodePlan.of(batch, LAYOUT, GEOMETRY, stream, decode, queries_of(0), clock)
+    plan = DecodePlan.of(batch, LAYOUT, SLOT, GEOMETRY, stream, decode, queries_of(0), clock)
     assert plan is not None
     outs = []
     with patch.object(SparseDecode, "bring", autospec=True, side_effect=SparseDecode.bring) as spy:

@@ -29,6 +29,7 @@ from tests.oracles.sparse_attention import (
 )
 from vllm_ssdkv.base.metrics import counter_key
 from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.config.request import RequestOptions
 from vllm_ssdkv.config.selectors import SelectorName
 from vllm_ssdkv.connector.kv_layout import paged_geometry
 from vllm_ssdkv.connector.worker import device_memory, page_mode
@@ -496,16 +497,60 @@ def test_summaries_in_memory_of_a_device_change_no_bit(
     assert torch.equal(found[1], wanted[1])
 
 
+@pytest.mark.parametrize("selector", ["exact", "bounds", "sparf", "adaptive"])
+def test_what_a_step_keeps_of_the_one_before_changes_no_bit(
+    selector: SelectorName, tmp_path: Path
+) -> None:
+    """Two requests decode the same whether or not steps of a third one lie between theirs, which
+    leave nothing to keep: blocks become complete, rows change places, ask for something else, end,
+    and begin anew under the same name."""
+    model: Any = make_model(small_config("llama"), CPU, torch.float32)
+    asked, config = prompts(model.config.vocab_size), config_of(selector, budget=0.5)
+    room = dataclasses.replace(ROOM, requests=3)
+    found = []
+    for between in (False, True):
+        made = []
+        with PagedDecoder(model, config, room, tmp_path / f"store {between}") as decoder:
+            decoder.prefill("c", asked[1])
+
+            def steps(
+                count: int, *names: str, decoder: PagedDecoder = decoder, between: bool = between
+            ) -> Iterator[torch.Tensor]:
+                for number in range(count):
+                    yield decoder.step(names, torch.arange(number, number + len(names)))
+                    if between:
+                        decoder.step(["c"], torch.tensor([number]))
+
+            for name, ids in zip("ab", asked, strict=True):
+                made.append(decoder.prefill(name, ids))
+            made += steps(BLOCK + 2, "a", "b")
+            made += steps(2, "b", "a")
+            for other in ("window", "exact"):
+                decoder.ask("a", RequestOptions(selector=other))
+                made += steps(2, "b", "a")
+            decoder.forget("b")
+            made += steps(1, "a")
+            made.append(decoder.prefill("b", asked[1][::-1]))
+            decoder.ask("a", None)
+            made += steps(BLOCK, "b", "a")
+        found.append(torch.cat([one.flatten() for one in made]))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize(
-    ("kind", "case"),
-    [("bounds", EXACT), ("bounds", BY_BOUNDS[1]), *(("codes", case) for case in BY_CODES)],
-    ids=lambda value: value if isinstance(value, str) else value.name,
+    ("kind", "case", "most"),
+    [
+        ("bounds", EXACT, 140),
+        ("bounds", BY_BOUNDS[1], 210),
+        *(("codes", case, 216) for case in BY_CODES),
+    ],
+    ids=lambda value: getattr(value, "name", value),
 )
 def test_a_layer_calls_few_functions_of_ours(
-    kind: SelectorName, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: SelectorName, case: Case, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At most 12, those of the whole step spread over its layers. Pages in frames need no room
-    among single pages, and a layer is one native call."""
+    """At most 12, those of the whole step spread over its layers, of which there are so many at
+    ``most``. Pages in frames need no room among single pages, and a layer is one native call."""
     layers, names, tokens = 32, [f"request {number}" for number in range(8)], 2048
     scale = dataclasses.replace(Scale.rehearsal(), config=small_config("llama", layers=layers))
     cache = ("page_cache", "1MiB")
@@ -542,3 +587,5 @@ def test_a_layer_calls_few_functions_of_ours(
     assert chosen == 0 if case == EXACT else chosen > layers * one_turn
     assert calls["DecodePlan.attend"] == layers
     assert calls.total() <= 12 * layers, calls
+    of_step = Counter({name: count for name, count in calls.items() if count < layers})
+    assert of_step.total() <= most, of_step

@@ -11,7 +11,7 @@ others, and they fold the same keys in the same order: a plan changes no bit.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -19,13 +19,18 @@ import torch
 from vllm_ssdkv import _kernels
 from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.kernels.dense import CpuKernels, select_kernels
-from vllm_ssdkv.kernels.operands.block_layout import PLAIN, BlockLayout, Softmax
+from vllm_ssdkv.kernels.operands.block_layout import PLAIN, BlockLayout, Rows, Softmax
 from vllm_ssdkv.kernels.step_clock import AttentionClock, StepClock
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.read.context_stream import ContextStream, Part
 
 if TYPE_CHECKING:
     from vllm_ssdkv.attention.sparse import SparseDecode
+
+_NOTHING: Final = _kernels.PlacedBlocks(
+    Rows.build([], [], [], [], []).bound, np.zeros(0, np.uint64), np.zeros(0, np.int64)
+)
+"""Contexts of a layer in which nobody attends to a whole one."""
 
 
 class DecodePlan:
@@ -50,6 +55,7 @@ class DecodePlan:
         cls,
         batch: RowBatch,
         layout: BlockLayout,
+        slot: BlockLayout,
         geometry: SlotGeometry,
         stream: ContextStream,
         decode: SparseDecode | None,
@@ -65,6 +71,7 @@ class DecodePlan:
         Args:
             batch: The step's rows.
             layout: Layout of a block in HBM.
+            slot: Layout of a block in a slot.
             geometry: Geometry of the slots that contexts lie in.
             stream: Contexts that are attended to whole.
             decode: Rows that choose, if any may.
@@ -80,11 +87,11 @@ class DecodePlan:
         layers = () if choosing is None or decode is None else decode.layers
         plan = _kernels.StepPlan(
             layout.shape,
-            layout.with_page_stride(geometry.page_bytes).shape,
+            slot.shape,
             geometry.header_bytes,
             batch.tokens,
             _kernels.PlacedBlocks(
-                batch.window.bound, batch.window_ids.astype(np.uint64), batch.window_position
+                batch.window.bound, batch.window_ids.view(np.uint64), batch.window_position
             ),
             _streamed(batch, stream.whole(), layout),
             choosing,
@@ -156,6 +163,9 @@ def _streamed(
     known: dict[int, _kernels.PlacedBlocks] = {}
     for part in parts:
         if id(part) in known:
+            continue
+        if not part.pairs:
+            known[id(part)] = _NOTHING
             continue
         rows = batch.rows_over(part.begin, part.end)
         position = part.index * layout.block_tokens

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_ssdkv import _kernels
 from vllm_ssdkv.base.errors import WrongPagesError
 from vllm_ssdkv.kernels.dense import AttentionKernels, BlockAttention, wait_for
 from vllm_ssdkv.kernels.operands.block_layout import (
@@ -122,23 +123,11 @@ class RowBatch:
             stream_row: See the class.
             block_tokens: Tokens per block.
         """
-        counts = query_start[1:] - query_start[:-1]
-        ends = -(-seq_lens // block_tokens)
-        sizes = ends - hbm_start
-        offsets = np.concatenate([[0], np.cumsum(sizes)])
-        row = np.repeat(np.arange(len(sizes)), sizes)
-        index = np.arange(offsets[-1]) - offsets[row] + hbm_start[row]
-        first = seq_lens - counts
-        return cls(
-            int(query_start[-1]),
-            query_start[:-1].astype(np.int32),
-            counts.astype(np.int32),
-            first,
-            Rows.build(query_start[:-1], counts, first, offsets[:-1], offsets[1:]),
-            block_table[row, index],
-            index * block_tokens,
-            stream_row,
+        queries, counts, first, begin, end, ids, position = _kernels.windows(
+            query_start, seq_lens, block_table, hbm_start, block_tokens
         )
+        window = Rows.build(queries, counts, first, begin, end)
+        return cls(int(query_start[-1]), queries, counts, first, window, ids, position, stream_row)
 
 
 class LayerContext(Protocol):

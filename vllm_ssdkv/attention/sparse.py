@@ -92,20 +92,26 @@ class ChoiceCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Choosing:
-    """The rows that choose: the same in every layer, until a row is poisoned. All arrays [R].
+    """The rows that choose: the same in every layer, until a row is poisoned, and but for the
+    position the same in every step, until the batch or a context is another one. All arrays [R].
 
     Attributes:
+        batch: Tokens of the step, where those of each of its rows begin, and their context.
         alive: Positions in the contexts' rows, int64.
         rows: Their numbers in the batch, int64.
         token: Their query tokens, int32; ``index`` is the same for torch, on the queries' device.
         everything: Whether these are all tokens of the step, in order.
         position: Of the query tokens, int64.
         requests: Names.
-        blocks: Of their contexts, int64.
-        sizes: Of some of them, by the bytes of their ``alive``.
+        begin, end: Blocks of their contexts, int32.
+        blocks: Number of these, int64.
+        by: Number of the selector of each.
+        alike: Places of the rows that choose by each selector.
+        sizes: Of some of them, by the bytes of their numbers in these arrays; of all by none.
         means: Of some of them, by the bytes of their numbers in these arrays.
     """
 
+    batch: tuple[int, NDArray[np.int32], NDArray[np.int64]]
     alive: NDArray[np.int64]
     rows: NDArray[np.int64]
     token: NDArray[np.int32]
@@ -113,13 +119,41 @@ class _Choosing:
     everything: bool
     position: NDArray[np.int64]
     requests: list[str]
+    begin: NDArray[np.int32]
+    end: NDArray[np.int32]
     blocks: NDArray[np.int64]
+    by: NDArray[np.int64]
+    alike: list[NDArray[np.int64]]
     sizes: dict[bytes, ContextSizes] = field(default_factory=dict)
     means: dict[bytes, MeanRows] = field(default_factory=dict)
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
         """Their part of a tensor over the step's query tokens."""
         return values if self.everything else values[self.index]
+
+    def is_of(self, batch: RowBatch) -> bool:
+        """Check whether the rows of a batch have the same query tokens and contexts."""
+        tokens, begin, row = self.batch
+        same = tokens == batch.tokens and np.array_equal(begin, batch.query_begin)
+        return same and np.array_equal(row, batch.stream_row)
+
+    def at(self, batch: RowBatch) -> _Choosing:
+        """The same rows at the positions of a batch."""
+        return _Choosing(
+            self.batch,
+            self.alive,
+            self.rows,
+            self.token,
+            self.index,
+            self.everything,
+            batch.first_position[self.rows],
+            self.requests,
+            self.begin,
+            self.end,
+            self.blocks,
+            self.by,
+            self.alike,
+        )
 
     def some(self, values: torch.Tensor, which: NDArray[np.int64]) -> torch.Tensor:
         """The part of some of them, by their places in these arrays."""
@@ -146,16 +180,17 @@ class SparseDecode:
         kept: SelectionReuse | None = None,
         clusters: ContextClusters | None = None,
         offload: Attend | None = None,
+        latest: SparseDecode | None = None,
     ):
         """``selectors``: of the contexts' rows, by their numbers; ``layout`` is that of blocks in
         HBM; ``layers``, ascending, are those in which they choose; ``requests`` names those of all
         rows of the step; ``deviation`` compares what comes out with exact attention; with
         ``guesses``, which outlive the step, pages are read ahead; with ``kept``, which do so too,
         rows do not choose at every token; ``clusters`` likewise, for selectors that need them;
-        ``offload`` attends to chosen pages, or loses their rows."""
-        of_rows = [selectors[row] for row in contexts.rows.tolist()]
-        self._selectors = list(dict.fromkeys(of_rows))
-        self._which = np.array([self._selectors.index(one) for one in of_rows], dtype=np.int64)
+        ``offload`` attends to chosen pages, or loses their rows; ``latest``: of the step before,
+        whose rows serve this one where nothing has changed."""
+        self._of_rows = [selectors[row] for row in contexts.rows.tolist()]
+        self._selectors = list(dict.fromkeys(self._of_rows))
         self.contexts = contexts
         self._layout = layout
         self._of_tokens = any(one.needs.channels for one in self._selectors)
@@ -164,7 +199,9 @@ class SparseDecode:
         self._channels = ChannelReader(contexts, layout.head_size, run_bytes)
         self._means = means
         self._requests = requests
-        self._next = dict(zip(layers, [*layers[1:], *layers[:1]], strict=True))
+        self._next: dict[int, int] = {} if latest is None else latest._next
+        if list(self._next) != list(layers):
+            self._next = dict(zip(layers, [*layers[1:], *layers[:1]], strict=True))
         """The layer in which rows choose next, behind the last one that of the next step."""
         self._deviation = deviation
         self._guesses = guesses
@@ -172,11 +209,19 @@ class SparseDecode:
         self._clusters = clusters
         self._offload = offload
         self._choosing: _Choosing | None = None
+        self._before = latest._choosing if latest is not None and self._is_as(latest) else None
+        """Rows of the step before, if they are these ones."""
         self._parts: list[tuple[NDArray[np.int64], Selection]] = []
         """What all rows chose in the latest layer, and which rows; empty where some did not."""
         self._groups: list[tuple[NDArray[np.int64], Selector, ContextSizes]] = []
         """Rows that native code has choose alike, by their places."""
         self.counts = ChoiceCounts()
+
+    def _is_as(self, latest: SparseDecode) -> bool:
+        """Check whether the same requests chose in the step before, by the same selectors, from the
+        same blocks, and none of their rows was lost."""
+        same = self._requests == latest._requests and self._of_rows == latest._of_rows
+        return same and self.contexts.lies_as(latest.contexts)
 
     def attend(
         self,
@@ -297,7 +342,7 @@ class SparseDecode:
             count = np.array([blocks.stop - blocks.start], dtype=np.int32)
             window = position[row] + 1 - count * self._layout.block_tokens
             sizes = ContextSummaries(self._layout, begin, count, window.astype(np.int32))
-            selector = self._selectors[self._which[place]]
+            selector = self._of_rows[place]
             least, most, scores = selector_limits(selector, sizes)
             found[row] = TableRow(
                 int(count[0]),
@@ -326,22 +371,21 @@ class SparseDecode:
         if not len(now.alive):
             return None
         contexts.settle_reads()
-        of_row = self._which[now.alive]
         groups, self._groups = [], []
-        for number, selector in enumerate(self._selectors):
-            which = np.flatnonzero(of_row == number)
+        for selector, which in zip(self._selectors, now.alike, strict=True):
             if not len(which):
                 continue
-            sizes = self._sizes(now.alive[which], now.rows[which], batch)
+            sizes = self._sizes(now, which)
             summaries = ContextSummaries(
                 self._layout, sizes.row_begin, sizes.row_end, sizes.window_tokens, known_sizes=sizes
             )
             asking = functools.partial(now.some, query, which)
             choice = native_choice(selector, summaries, contexts, asking)
-            groups.append(_kernels.ChoosingGroup(sizes.bound, which.astype(np.int32), choice))
+            places = which.astype(np.int32)
+            groups.append(_kernels.ChoosingGroup(sizes.bound, places, choice))
             self._groups.append((which, selector, sizes))
         return _kernels.ChoosingRows(
-            self._sizes(now.alive, now.rows, batch).bound,
+            self._sizes(now).bound,
             now.token,
             now.position,
             contexts.frame_address,
@@ -414,14 +458,22 @@ class SparseDecode:
     def _now(self, batch: RowBatch, device: torch.device) -> _Choosing:
         """The rows of this step that choose, as far as nothing they need was lost."""
         alive = self.contexts.alive()
-        if self._choosing is None or len(alive) != len(self._choosing.alive):
+        if self._choosing is not None and len(alive) == len(self._choosing.alive):
+            return self._choosing
+        before = self._before
+        if before is not None and len(before.alive) == len(alive) and before.is_of(batch):
+            self._choosing = before.at(batch)
+        else:
             place = np.full(int(batch.stream_row.max()) + 1, -1, dtype=np.int64)
             place[batch.stream_row] = np.arange(len(batch.stream_row))
             numbers = self.contexts.rows[alive]
             rows = place[numbers]
             token = batch.query_begin[rows]
             begin, end = self.contexts.begin[alive], self.contexts.end[alive]
+            number_of = self._selectors.index
+            by = np.array([number_of(self._of_rows[place]) for place in alive.tolist()], np.int64)
             self._choosing = _Choosing(
+                (batch.tokens, batch.query_begin, batch.stream_row),
                 alive,
                 rows,
                 token,
@@ -429,7 +481,11 @@ class SparseDecode:
                 np.array_equal(token, np.arange(batch.tokens)),
                 batch.first_position[rows],
                 [self._requests[row] for row in numbers.tolist()],
+                begin,
+                end,
                 end.astype(np.int64) - begin,
+                by,
+                [np.flatnonzero(by == number) for number in range(len(self._selectors))],
             )
         return self._choosing
 
@@ -463,17 +519,16 @@ class SparseDecode:
         seen: torch.Tensor,
     ) -> Selection:
         """Choose the pages of each row: by its own selector, now or for a token before."""
-        alive, rows = now.alive, now.rows
-        of_row = self._which[alive]
+        alive = now.alive
 
         def choose(those: NDArray[np.int64]) -> Selection:
             parts = []
             for number, selector in enumerate(self._selectors):
-                place = np.flatnonzero(of_row[those] == number)
+                place = np.flatnonzero(now.by[those] == number)
                 if len(place):
                     which = those[place]
                     summaries = self._summaries(
-                        selector.needs, clock, layer, alive[which], rows[which], batch, cache
+                        selector.needs, clock, layer, now, which, batch, cache
                     )
                     some = len(which) < len(alive)
                     by = query[which] if some else query
@@ -493,13 +548,12 @@ class SparseDecode:
             return concat(parts, self._layout.kv_heads, self._layout.page_tokens)
 
         self._parts = []
-        sizes = self._sizes(alive, rows, batch)
+        sizes = self._sizes(now)
         if self._kept is None:
             selection = choose(np.arange(len(alive)))
         else:
             left = np.empty(len(alive), dtype=np.int64)
-            for number, selector in enumerate(self._selectors):
-                mine = of_row == number
+            for selector, mine in zip(self._selectors, now.alike, strict=True):
                 window = sizes.window_tokens[mine].astype(np.int64)
                 left[mine] = selector.budget.context_tokens(sizes.context_tokens[mine], window)
             selection, kept = self._kept.select(
@@ -549,12 +603,12 @@ class SparseDecode:
         needs: Needs,
         clock: StepClock,
         layer: int,
-        alive: NDArray[np.int64],
-        rows: NDArray[np.int64],
+        now: _Choosing,
+        which: NDArray[np.int64],
         batch: RowBatch,
         cache: torch.Tensor,
     ) -> ContextSummaries:
-        sizes = self._sizes(alive, rows, batch)
+        sizes = self._sizes(now, which)
         begin, end, window = sizes.row_begin, sizes.row_end, sizes.window_tokens
         ahead = 0 if self._kept is None else self._kept.steps - 1
         if not needs.channels:
@@ -572,7 +626,7 @@ class SparseDecode:
                 known_sizes=sizes,
             )
         blocks = batch.window_ids * (cache.stride(0) * cache.itemsize) + cache.data_ptr()
-        low, high = _windows(batch, rows)
+        low, high = _windows(batch, now.rows[which])
 
         def zeros(nbytes: int) -> NDArray[np.uint8]:
             made: NDArray[np.uint8] = torch.zeros(
@@ -582,7 +636,7 @@ class SparseDecode:
 
         def bring(channels: NDArray[np.int32]) -> NDArray[np.uint64]:
             clock.lap(SELECT)
-            found = self._channels.bring(layer, alive, channels, zeros)
+            found = self._channels.bring(layer, now.alive[which], channels, zeros)
             clock.lap(WAIT)
             return found
 
@@ -601,18 +655,21 @@ class SparseDecode:
             known_sizes=sizes,
         )
 
-    def _sizes(
-        self, alive: NDArray[np.int64], rows: NDArray[np.int64], batch: RowBatch
-    ) -> ContextSizes:
-        """Sizes of these rows, worked out once per step."""
-        known = {} if self._choosing is None else self._choosing.sizes
-        key = alive.tobytes()
-        if key not in known:
-            begin, end = self.contexts.begin[alive], self.contexts.end[alive]
-            before = (end - begin).astype(np.int64) * self._layout.block_tokens
-            window = (batch.first_position[rows] + 1 - before).astype(np.int32)
-            known[key] = ContextSizes(self._layout, begin, end, window)
-        return known[key]
+    def _sizes(self, now: _Choosing, which: NDArray[np.int64] | None = None) -> ContextSizes:
+        """Sizes of these rows of those that choose, or of all, worked out once per step."""
+        key = b"" if which is None or len(which) == len(now.alive) else which.tobytes()
+        if key not in now.sizes:
+            begin, end, blocks, position = now.begin, now.end, now.blocks, now.position
+            if which is not None and key:
+                begin, end, blocks, position = (
+                    begin[which],
+                    end[which],
+                    blocks[which],
+                    position[which],
+                )
+            window = (position + 1 - blocks * self._layout.block_tokens).astype(np.int32)
+            now.sizes[key] = ContextSizes(self._layout, begin, end, window)
+        return now.sizes[key]
 
     def _locate(
         self,

@@ -719,7 +719,11 @@ class Counters:
         Raises:
             ValueError: not a declared metric, or its labels do not fit.
         """
-        return self._counted.total(metric_key(name, labels))
+        return self.value(metric_key(name, labels))
+
+    def value(self, key: str) -> float:
+        """The counter with this :func:`counter_key` since the start of the process."""
+        return self._counted.total(key)
 
     def totals(self) -> dict[str, float]:
         """All counters, and the parts of histograms, since the start of the process."""

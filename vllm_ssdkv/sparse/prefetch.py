@@ -54,6 +54,9 @@ class SelectionHistory:
 
     def __init__(self) -> None:
         self._chosen: dict[int, _Chosen] = {}
+        """By layers that were remembered by themselves."""
+        self._step: _Chosen | None = None
+        """Of all layers together, that are not in :attr:`_chosen`."""
 
     def remember(
         self,
@@ -73,7 +76,9 @@ class SelectionHistory:
         lists: _kernels.ChosenLists,
     ) -> None:
         """These rows chose these pages, in all layers that have any."""
-        self._chosen |= dict.fromkeys(lists.layers, _Chosen(list(requests), blocks, lists))
+        for layer in lists.layers if self._chosen else ():
+            self._chosen.pop(layer, None)
+        self._step = _Chosen(list(requests), blocks, lists)
 
     def recall(
         self, layer: int, requests: Sequence[str], blocks: NDArray[np.int64]
@@ -82,7 +87,7 @@ class SelectionHistory:
 
         A row whose context has become shorter has begun anew: nothing is known of it.
         """
-        chosen = self._chosen.get(layer)
+        chosen = self._chosen.get(layer, self._step)
         if chosen is None:
             return None
         made = chosen.lists

@@ -97,7 +97,10 @@ def attend_layer(
     if paged.ordering is not None and paged.ordering.by_co_activation:
         paged.ordering.observe(layer, query, cache, rows, scale)
     known = step.plans.get(id(rows))
-    plan = step.plan(rows, paged.block_layout, query) if known is None else known[1]
+    if known is None:
+        plan = step.plan(rows, paged.block_layout, paged.context_layout, query)
+    else:
+        plan = known[1]
     if plan is not None:
         plan.attend(layer, query, cache, out, scale, sliding_window, softmax)
     else:

@@ -112,7 +112,9 @@ class PagedStep:
                 choices.kept,
                 choices.clusters,
                 None if self._near is None else self._attend_chosen,
+                choices.latest,
             )
+            choices.latest = self._decode
         self._clusters = None if choices is None else choices.clusters
         self._clustered: set[int] = (
             set() if choices is None else choices.clustered(self._rows, self._later)
@@ -163,7 +165,9 @@ class PagedStep:
         starts = [self._rows[i].hbm_start for i in index]
         return np.array(index, dtype=np.int64), np.array(starts, dtype=np.int64)
 
-    def plan(self, batch: RowBatch, layout: BlockLayout, query: torch.Tensor) -> DecodePlan | None:
+    def plan(
+        self, batch: RowBatch, layout: BlockLayout, slot: BlockLayout, query: torch.Tensor
+    ) -> DecodePlan | None:
         """Plan the step's layers for native code, and keep the plan in :attr:`plans`; None: they
         are attended to by :meth:`context` and :meth:`choosing`. Layers with caches of other sizes
         have another batch.
@@ -171,13 +175,14 @@ class PagedStep:
         Args:
             batch: Rows of the layer.
             layout: Of a block in HBM.
+            slot: Of a block in a slot.
             query: [T, Hq, D].
         """
         plan = None
         # Else somebody has to see what happens between layers.
         if self._near is None and self._x_stream is None and not self._clustered:
             plan = DecodePlan.of(
-                batch, layout, self._geometry, self._stream, self._decode, query, self.clock
+                batch, layout, slot, self._geometry, self._stream, self._decode, query, self.clock
             )
         self.plans[id(batch)] = batch, plan
         return plan

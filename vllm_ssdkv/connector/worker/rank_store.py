@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import torch
 
 from vllm_ssdkv import _io
-from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.base.metrics import Counters, counter_key
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.messages import RankReport, SlotArray
 from vllm_ssdkv.connector.worker.pinning import pin_arena
@@ -90,6 +90,7 @@ class EmbeddedRank(Generic[_Store_co]):
         self.rank = opened.files.rank
         self.device_paths: Sequence[str] = opened.files.health.paths
         self._metrics = EngineMetrics(opened.files.engine, self.device_paths, self.counters)
+        self._written = [counter_key("bytes_written", device=path) for path in self.device_paths]
         self._told_written = [0] * len(self.device_paths)
         self._store: _Store_co | None = None
 
@@ -153,8 +154,8 @@ class EmbeddedRank(Generic[_Store_co]):
     def report(self, report: RankReport) -> None:
         """Report what devices and scrub have told since the last call."""
         health = self.opened.files.health
-        for device, path in enumerate(self.device_paths):
-            total = int(self.counters.total("bytes_written", device=path))
+        for device, key in enumerate(self._written):
+            total = int(self.counters.value(key))
             if total > self._told_written[device]:
                 report.written.append((device, total - self._told_written[device]))
                 self._told_written[device] = total

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ssdkv.attention.mean_value import RunningMeanV
+from vllm_ssdkv.attention.sparse import SparseDecode
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.request import RequestOptions, servable
@@ -110,6 +111,7 @@ class SelectorRegistry:
         kept: What they chose, where it is kept for more than a token.
         clusters: Of their pages, where their selectors need them.
         own: The engine's choice.
+        latest: Rows that chose in the latest step in which any did.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class SelectorRegistry:
         self.dense_layers = config.sparse.dense_layers
         layers, blocks = len(layout.layer_names), block_layout(layout, config.page_tokens)
         self.means = RunningMeanV(layers, blocks)
+        self.latest: SparseDecode | None = None
         self.kept: SelectionReuse | None = None
         if config.sparse.reuse_steps > 1:
             steps, similarity = config.sparse.reuse_steps, config.sparse.reuse_similarity
@@ -198,10 +201,12 @@ class SelectorRegistry:
         """The selectors of those of a step's rows that choose, by number, ascending: their query
         is a single token that was sampled. Rows that ask for the same have the same selector."""
         found: dict[int, Selector] = {}
+        asked, choice = None, self.own
         for i, row in enumerate(rows):
             if not row.may_choose or not len(contexts[i]):
                 continue
-            choice = self.own if row.asked is None else self._of(row.asked)
+            if row.asked is not asked:  # rows mostly ask for the same, and hashing that takes long
+                asked, choice = row.asked, self._of(row.asked)
             if choice is not None and row.first_position + 1 >= choice.exact_below:
                 found[i] = choice.selector
         return found

@@ -81,8 +81,9 @@ struct BoundRows : Rows {
             const Vector<std::int32_t>& list_ends, bool per_head);
 
   std::int64_t lists;
-  std::int64_t last_query = 0;  // end of the queries
-  std::int64_t last_page = 0;   // end of the pages
+  std::int64_t last_query = 0;                  // end of the queries
+  std::int64_t last_page = 0;                   // end of the pages
+  std::int64_t max_queries = 0, max_pages = 0;  // of a row, and of a list
 
  private:
   Vector<std::int32_t> query_begin_;

@@ -80,10 +80,12 @@ BoundRows::BoundRows(const Vector<std::int32_t>& begins,
   for (std::int64_t r = 0; r < count; ++r) {
     require(query_begin[r] >= 0 && query_count[r] >= 0, "a row's queries lie outside the state");
     last_query = std::max(last_query, std::int64_t{query_begin[r]} + query_count[r]);
+    max_queries = std::max<std::int64_t>(max_queries, query_count[r]);
   }
   for (std::int64_t i = 0; i < lists; ++i) {
     require(begin[i] >= 0 && begin[i] <= end[i], "a list reaches beyond the addresses");
     last_page = std::max<std::int64_t>(last_page, end[i]);
+    max_pages = std::max<std::int64_t>(max_pages, end[i] - begin[i]);
   }
 }
 
@@ -307,7 +309,9 @@ that head. Rows must not share queries.)")
                     const Vector<std::int32_t>&, bool>(),
            arg("query_begin").noconvert(), arg("query_count").noconvert().none(),
            arg("first_position").noconvert(), arg("begin").noconvert(), arg("end").noconvert(),
-           arg("list_per_head") = false);
+           arg("list_per_head") = false)
+      .def_ro("max_queries", &BoundRows::max_queries, "Queries of a row, at most.")
+      .def_ro("max_pages", &BoundRows::max_pages, "Pages of a list, at most.");
   nb::class_<BoundPages>(module, "Pages",
                          R"(Blocks, or single pages, at absolute addresses.
 

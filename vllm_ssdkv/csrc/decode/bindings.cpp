@@ -23,6 +23,7 @@
 #include "base/arrays.hpp"
 #include "base/unlocked.hpp"
 #include "decode/layer_run.hpp"
+#include "decode/windows.hpp"
 
 namespace ssdkv::decode {
 namespace {
@@ -558,6 +559,33 @@ the slots of the store, ``stored [B]``; None: there are none.)")
       .def_prop_ro("layers", &ChosenLists::layers, "Layers that have chosen some, ascending.")
       .def("of", &ChosenLists::of, nb::arg("layer"),
            "Pages of a layer, and the edges of their lists; None: it chose none, or has stopped.");
+  module.def(
+      "windows",
+      [](const Vector<std::int64_t>& query_start, const Vector<std::int64_t>& length,
+         const nb::ndarray<const std::int64_t, nb::ndim<2>, nb::device::cpu>& table,
+         const Vector<std::int64_t>& hbm_start, std::int64_t block_tokens) {
+        Windows made =
+            windows_of({query_start.data(), query_start.shape(0)}, {length.data(), length.shape(0)},
+                       {table.data(), extent(table.shape(0)), extent(table.shape(1)),
+                        table.stride(0), table.stride(1)},
+                       {hbm_start.data(), hbm_start.shape(0)}, block_tokens);
+        return nb::make_tuple(to_numpy(std::move(made.query_begin)),
+                              to_numpy(std::move(made.query_count)),
+                              to_numpy(std::move(made.first_position)),
+                              to_numpy(std::move(made.begin)), to_numpy(std::move(made.end)),
+                              to_numpy(std::move(made.block)), to_numpy(std::move(made.position)));
+      },
+      nb::arg("query_start").noconvert(), nb::arg("length").noconvert(),
+      nb::arg("table").noconvert(), nb::arg("hbm_start").noconvert(), nb::arg("block_tokens"),
+      nb::sig("def windows(query_start: NDArray[numpy.int64], length: NDArray[numpy.int64], "
+              "table: NDArray[numpy.int64], hbm_start: NDArray[numpy.int64], block_tokens: int) -> "
+              "tuple[NDArray[numpy.int32], NDArray[numpy.int32], NDArray[numpy.int64], "
+              "NDArray[numpy.int32], NDArray[numpy.int32], NDArray[numpy.int64], "
+              "NDArray[numpy.int64]]"),
+      R"(Windows of rows in HBM, from block ``hbm_start [R]`` to the block of the last token.
+
+Begin and count of each row's queries, position of the first; begin and end of its blocks in the
+last two: ids of the blocks, by the ``table [R, blocks]``, and position of each one's first token.)");
   nb::class_<BoundPlan>(module, "StepPlan", R"(Attention of a step.
 
 Made once per step, then run once per layer, in any order, by one thread at a time. ``streamed``

@@ -239,6 +239,7 @@ class Rows:
     block_end: IntArray
     max_queries: int
     max_blocks: int
+    _bound: _kernels.Rows | None = None
 
     @classmethod
     def build(
@@ -249,28 +250,22 @@ class Rows:
         block_begin: Sequence[int] | IntArray,
         block_end: Sequence[int] | IntArray,
     ) -> Rows:
-        """Rows from host integers, checked; raises ``ValueError`` if the lengths differ."""
+        """Rows from host integers, [R]; raises ``ValueError`` if the lengths differ, or a number of
+        queries or blocks is negative."""
         begin = np.ascontiguousarray(query_begin, np.int32)
         count = np.ascontiguousarray(query_count, np.int32)
         first = np.ascontiguousarray(first_position, np.int64)
         low = np.ascontiguousarray(block_begin, np.int32)
         high = np.ascontiguousarray(block_end, np.int32)
-        if begin.ndim != 1 or not (
-            begin.shape == count.shape == first.shape == low.shape == high.shape
-        ):
-            raise ValueError("every array of the rows must be one-dimensional and of one length")
-        span = high - low
-        # A number below zero has the bit of the sign, and any of them passes it on.
-        if begin.size and (begin | count | low | span).min() < 0:
-            raise ValueError("a row's begin, query count or number of blocks is negative")
-        queries = int(count.max()) if count.size else 0
-        blocks = int(span.max()) if count.size else 0
-        return cls(begin, count, first, low, high, queries, blocks)
+        if not begin.ndim == count.ndim == first.ndim == low.ndim == high.ndim == 1:
+            raise ValueError("every array of the rows must be one-dimensional")
+        made = _kernels.Rows(begin, count, first, low, high)
+        return cls(begin, count, first, low, high, made.max_queries, made.max_pages, made)
 
     @cached_property
     def bound(self) -> _kernels.Rows:
         """The rows, which lie on the host, as native kernels take them: checked."""
-        return _kernels.Rows(
+        return self._bound or _kernels.Rows(
             np.ascontiguousarray(self.query_begin, np.int32),
             np.ascontiguousarray(self.query_count, np.int32),
             np.ascontiguousarray(self.first_position, np.int64),

@@ -62,12 +62,19 @@ class ContextFrames:
         slots are; ``latest``, if these are its contexts, and all frames are those that it has."""
         known = latest is not None and len(latest.contexts) == len(contexts)
         if latest is not None and known and all(map(operator.is_, latest.contexts, contexts)):
+            if not len(latest.slots):
+                return latest
             frames = cache.borrow(latest.slots)
             if np.array_equal(frames, latest.frames):
                 return latest
             return cls(contexts, latest.slots, frames, cache)
         slots = np.concatenate([NO_SLOTS, *contexts])
         return cls(contexts, slots, cache.borrow(slots), cache)
+
+    def give_back(self, cache: FrameCache) -> None:
+        """Give back what :meth:`borrow` has borrowed once."""
+        if len(self.frames):
+            cache.give_back(self.frames)
 
     @cached_property
     def framed(self) -> NDArray[np.bool_]:

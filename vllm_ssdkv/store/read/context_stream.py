@@ -497,7 +497,7 @@ class ContextStream:
         for read in self._reads:
             self._give_back(read)
         self._reads.clear()
-        self._frames.give_back(self._step.frames.frames)
+        self._step.frames.give_back(self._frames)
 
     # ---- reading ----
 

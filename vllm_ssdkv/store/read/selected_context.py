@@ -150,10 +150,9 @@ class SelectedContexts:
         rows = self._summary_rows = self._summaries.pin(self.slots)
         if latest is not None and np.array_equal(rows, latest._summary_rows):
             self._records = latest._records
-        missing = rows == NO_ROW
-        if missing.any():
+        if len(rows) and rows.min() == NO_ROW:
             self._records = None
-            self._bring_summaries(np.flatnonzero(missing))
+            self._bring_summaries(np.flatnonzero(rows == NO_ROW))
 
     def _bring_summaries(self, which: NDArray[np.int64]) -> None:
         """Fill in the summaries of blocks ``which``: from their frames, or from their tails."""
@@ -189,6 +188,12 @@ class SelectedContexts:
             address = fetch.address.reshape(len(part), count)
             self._summaries.put(self.slots[part[good]], address[good])
             self._fetcher.release(fetch)
+
+    def lies_as(self, latest: SelectedContexts) -> bool:
+        """Check whether these are the contexts of the same rows in a step before, whose blocks lie
+        where they did, and none of them was lost."""
+        same = self._held is latest._held and not (self.poisoned or latest.poisoned)
+        return same and np.array_equal(self.rows, latest.rows)
 
     def page_records(self, layer: int) -> NDArray[np.uint64]:
         """Address of every block's records of its pages of a layer, [B]."""
@@ -450,7 +455,7 @@ class SelectedContexts:
         """End the step: what was borrowed goes back."""
         if not self._closed:
             self._closed = True
-            self._frames.give_back(self._held.frames)
+            self._held.give_back(self._frames)
             self._summaries.unpin(self._summary_rows)
 
 
