@@ -76,12 +76,15 @@ class PagedLayout:
                 f"{model.name}: mode page serves attention layers that are alike; this model has "
                 f"{', '.join(sorted(kinds))}"
             )
-        if bytes_of(model.kv_dtype or model.dtype) != bytes_of(model.dtype):
-            raise ConfigError(
-                f"--kv-dtype: mode page keeps KV in the type of the model, {model.dtype}"
-            )
         config = SSDKVConfig.from_extra_config(options)
-        dtype = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}[bytes_of(model.dtype)]
+        number = bytes_of(model.kv_dtype or model.dtype)
+        if number == 1 and config.selector != "exact":
+            raise ConfigError("--kv-dtype: of KV in fp8 mode page chooses no pages")
+        if number not in (1, bytes_of(model.dtype)):
+            raise ConfigError(
+                f"--kv-dtype: mode page keeps KV in fp8 or the type of the model, {model.dtype}"
+            )
+        dtype = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}[number]
         shape = (model.attention_layers(), model.kv_heads, model.head_size)
         return cls(config, paged_geometry(config, *shape, block_tokens, dtype), block_tokens)
 

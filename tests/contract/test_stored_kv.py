@@ -5,12 +5,29 @@ from __future__ import annotations
 import pytest
 import torch
 from vllm import _custom_ops as ops
+from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
 from vllm_ssdkv.connector.kv_layout import FLOAT8_TYPES
 from vllm_ssdkv.kernels.dense import CpuKernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 
 HEAD, BLOCK = 32, 32
+
+
+def test_a_layer_has_its_scales_as_floats() -> None:
+    """Those of V and K, which page mode reads at every step: weights may be loaded anew."""
+    layer = torch.nn.Module()
+    set_default_quant_scales(layer, register_buffer=True)
+    assert (layer._k_scale_float, layer._v_scale_float) == (1.0, 1.0)
+    layer.kv_cache_dtype = "fp8"
+    method = BaseKVCacheMethod(None)
+    method.create_weights(layer)
+    layer.k_scale.data.fill_(0.5)
+    layer.v_scale.data.fill_(0.25)
+    method.process_weights_after_loading(layer)
+    assert (layer._k_scale_float, layer._v_scale_float) == (0.5, 0.25)
+    assert layer._buffers["_k_scale"] == 0.5, "the digest of the model has buffers"
 
 
 def stock(values: torch.Tensor, scale: float, name: str) -> torch.Tensor:

@@ -18,7 +18,7 @@ using attention::DType;
 // Multiples of 1/8 within [-2, 2]: exact in all three types.
 float some_number(Random& random) { return (static_cast<float>(random(33)) - 16.0F) / 8.0F; }
 
-size_t item_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+size_t bytes_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 void put(std::byte* to, DType dtype, float value) {
   if (dtype == DType::kFloat32) {
@@ -71,7 +71,7 @@ Case::Case(Random& random, int64_t head_size, DType kv, DType q, size_t rows, si
   const int64_t kv_heads = 1 + static_cast<int64_t>(random(3));
   const int64_t page_tokens = random(2) == 0 ? 16 : 8;
   const int64_t block_tokens = page_tokens * (1 + static_cast<int64_t>(random(3)));
-  const auto item = static_cast<int64_t>(item_bytes(kv));
+  const auto item = static_cast<int64_t>(bytes_of(kv));
   const int64_t payload = 2 * page_tokens * head_size * item;
   const int64_t stride = payload + static_cast<int64_t>(random(2)) * 64;
   problem.layout = {block_tokens, page_tokens, stride, kv_heads, head_size, kv};
@@ -103,10 +103,10 @@ Case::Case(Random& random, int64_t head_size, DType kv, DType q, size_t rows, si
   }
   const auto heads = static_cast<size_t>(problem.state.query_heads);
   const auto size = static_cast<size_t>(head_size);
-  problem.query.stride = static_cast<int64_t>((heads * size + 8) * item_bytes(q));
-  const size_t query_bytes = tokens * static_cast<size_t>(problem.query.stride) - 8 * item_bytes(q);
+  problem.query.stride = static_cast<int64_t>((heads * size + 8) * bytes_of(q));
+  const size_t query_bytes = tokens * static_cast<size_t>(problem.query.stride) - 8 * bytes_of(q);
   query.reset(new std::byte[query_bytes]);
-  for (size_t at = 0; at < query_bytes; at += item_bytes(q)) {
+  for (size_t at = 0; at < query_bytes; at += bytes_of(q)) {
     put(query.get() + at, q, some_number(random));
   }
   maximum.assign(tokens * heads, -std::numeric_limits<float>::infinity());
@@ -133,14 +133,14 @@ const std::byte* Case::entry(size_t block, int64_t head, int64_t token, bool val
   const int64_t page = head * (l.block_tokens / l.page_tokens) + token / l.page_tokens;
   const int64_t row = token % l.page_tokens + (value ? l.page_tokens : 0);
   return blocks[block].get() + page * l.page_stride +
-         row * l.head_size * static_cast<int64_t>(item_bytes(l.dtype));
+         row * l.head_size * static_cast<int64_t>(bytes_of(l.dtype));
 }
 
 std::vector<double> Case::expected() const {
   const attention::PageLayout& l = problem.layout;
   const auto size = static_cast<size_t>(l.head_size);
   const auto heads = static_cast<size_t>(problem.state.query_heads);
-  const auto item = static_cast<int64_t>(item_bytes(l.dtype));
+  const auto item = static_cast<int64_t>(bytes_of(l.dtype));
   const int64_t group = problem.state.query_heads / l.kv_heads;
   std::vector<double> out(tokens * heads * (size + 1));
   for (size_t row = 0; row < query_count.size(); ++row) {
@@ -149,7 +149,7 @@ std::vector<double> Case::expected() const {
       for (size_t head = 0; head < heads; ++head) {
         const int64_t kv_head = static_cast<int64_t>(head) / group;
         const std::byte* q = query.get() + token * static_cast<size_t>(problem.query.stride) +
-                             head * size * item_bytes(problem.query.dtype);
+                             head * size * bytes_of(problem.query.dtype);
         std::vector<double> sum(size);
         double total = 0;
         for (auto b = static_cast<size_t>(block_begin[row]);
@@ -163,7 +163,7 @@ std::vector<double> Case::expected() const {
             for (size_t d = 0; d < size; ++d) {
               const auto at = static_cast<int64_t>(d) * item;
               logit += double{get(key + at, l.dtype)} *
-                       get(q + d * item_bytes(problem.query.dtype), problem.query.dtype);
+                       get(q + d * bytes_of(problem.query.dtype), problem.query.dtype);
             }
             const double weight = std::exp(logit * problem.scale);
             total += weight;
@@ -188,11 +188,11 @@ void compare(Case& c, const attention::Kernels& kernels, int64_t threads) {
   attention::attend(kernels, c.problem, threads);
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     std::vector<float> lse(c.tokens * heads);
-    const size_t nbytes = c.tokens * heads * size * item_bytes(dtype);
+    const size_t nbytes = c.tokens * heads * size * bytes_of(dtype);
     const std::unique_ptr<std::byte[]> out(new std::byte[nbytes]);
     const attention::Output output{
         c.problem.state,
-        {out.get(), dtype, static_cast<int64_t>(heads * size * item_bytes(dtype)),
+        {out.get(), dtype, static_cast<int64_t>(heads * size * bytes_of(dtype)),
          static_cast<int64_t>(c.tokens), c.problem.state.query_heads, c.problem.layout.head_size},
         lse.data()};
     attention::finish(kernels, output, threads);
@@ -200,7 +200,7 @@ void compare(Case& c, const attention::Kernels& kernels, int64_t threads) {
                              : dtype == DType::kFloat16 ? 2e-3
                                                         : 1.2e-2;
     for (size_t i = 0; i < c.tokens * heads * size; ++i) {
-      const double got = get(out.get() + i * item_bytes(dtype), dtype);
+      const double got = get(out.get() + i * bytes_of(dtype), dtype);
       check(std::abs(got - expected[i]) <= tolerance, "the output");
     }
     for (size_t i = 0; i < lse.size(); ++i) {
@@ -278,10 +278,17 @@ void transfers() {
       value[i] = -key[i];
     }
     for (int64_t t = 0; t < kTokens; ++t) slots.push_back(t % 9 == 0 ? -1 : t * 41 % 128);
-    attention::scatter_tokens({layout, reinterpret_cast<const std::byte*>(key.data()),
-                               reinterpret_cast<const std::byte*>(value.data()), kHeads * kSize * 4,
-                               kHeads * kSize * 4, slots.data(), cache.data(), block_bytes},
-                              kTokens, 3);
+    const auto vectors = [&](std::vector<float>& of) {
+      return attention::Vectors{reinterpret_cast<std::byte*>(of.data()),
+                                DType::kFloat32,
+                                kHeads * kSize * 4,
+                                kTokens,
+                                kHeads,
+                                kSize};
+    };
+    attention::Scatter scatter{layout,       vectors(key), vectors(value), slots.data(),
+                               cache.data(), block_bytes,  1.0F,           1.0F};
+    attention::scatter_tokens(attention::active_kernels(), scatter, 3);
     for (int64_t t = 0; t < kTokens; ++t) {
       const int64_t slot = slots[static_cast<size_t>(t)];
       if (slot < 0) continue;
@@ -294,6 +301,15 @@ void transfers() {
         check(get(page + 16 * kSize * 4, DType::kFloat32) == -at, "the value is there");
       }
     }
+    // The same in 8 bits, by several threads: what is too large becomes the largest number.
+    scatter.layout = {32, 16, 2 * 16 * kSize, kHeads, kSize, DType::kFloat8E4M3};
+    scatter.block_stride = kHeads * 2 * scatter.layout.page_stride;
+    attention::scatter_tokens(attention::active_kernels(), scatter, 3);
+    const int64_t last = slots[kTokens - 1];
+    check(cache[static_cast<size_t>(last / 32 * scatter.block_stride +
+                                    last % 32 / 16 * scatter.layout.page_stride +
+                                    last % 16 * kSize)] == std::byte{0x7e},
+          "the largest number is there");
   });
 }
 

@@ -186,6 +186,8 @@ int64_t Step::run(bool chooses, int64_t threads) {
                                          0.125F,
                                          attention::kUnbounded,
                                          nullptr,
+                                         {},
+                                         1.0F,
                                          places.size(),
                                          nullptr};
     if (decode::run_layer(plan, operands, clock)) continue;

@@ -247,7 +247,9 @@ def test_ways_that_may_change_answers_point_to_their_accuracy() -> None:
     assert small.tier_bytes["hbm"] == plain.tier_bytes["hbm"] / 2
     made = make_plan(eight, Wish())
     assert made.warnings[0].startswith("KV in fp8: answers may differ")
-    assert any("--kv-dtype: mode page keeps KV in the type" in one for one in made.refused)
+    assert any("of KV in fp8 mode page chooses no pages" in one for one in made.refused)
+    wide, narrow = (one.forecast(Choice("page", "exact")) for one in (sizing(), eight))
+    assert narrow.tier_bytes["hbm"] == wide.tier_bytes["hbm"] / 2
     assert "--kv-cache-dtype fp8" in serve_command(eight, made.best, "m")
 
 
