@@ -26,7 +26,10 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "recipes").glob("*.md")),
 ]
-FILES = ("A.txt", "B.py", "documents.jsonl", "in.jsonl", "machine.yaml", "pool.yaml")
+FILES = (
+    *("A.txt", "B.py", "documents.jsonl", "in.jsonl", "machine.yaml", "pool.yaml"),
+    "tonight.jsonl",
+)
 FOLDERS = ("DIR", "MODEL", "build/text-model", "etc/ssdkv/keys", "mnt/nvme0", "mnt/nvme1", "texts")
 """What is there before a command that names it: by the reader, or by a command before it."""
 
@@ -35,6 +38,7 @@ COMMAND: Any = typer.main.get_command(app)
 RUN = {
     "examples/pool/run.sh": "tests/examples/test_examples.py::test_a_pool_of_nodes",
     "examples/run_batch.sh": "tests/examples/test_examples.py::test_a_batch_of_a_file",
+    "python -": "tests/examples/test_recipes.py::test_documents",
     "scripts/gpu/run.sh --rehearse": (
         "tests/profiling/test_gpu_pack.py::test_engines_of_vllm_give_the_tokens_of_stock"
     ),
@@ -50,6 +54,7 @@ NOT_RUN = {
     "pip install": "the package index",
     "scripts/gpu/pack.sh": "downloads vLLM's wheel for GPUs",
     "scripts/gpu/run.sh --out": "a GPU",
+    "sudo install": "root",
     "umask": "the shell's",
 }
 """Commands that no test runs, by how they begin, and the reason."""
