@@ -344,3 +344,19 @@ def test_a_slot_of_joined_layers_is_as_large_as_they_are(sizes: list[int]) -> No
         unused = shape.slot_bytes - shape.header_bytes - sum(sizes)
         assert 0 <= unused < max(4096, sum(sizes) // 128)
         assert shape.header_bytes <= 8192
+
+
+@pytest.mark.parametrize(
+    ("options", "replicas", "shared"),
+    [({}, 4, True), ({}, 2, False), ({}, 1, False), ({"nodes": ["/run/node.sock"]}, 4, False)],
+)
+def test_ranks_with_identical_kv_store_it_once(
+    options: dict[str, object], replicas: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a store of the engine's own. A store of a copy for each rank is another one."""
+    monkeypatch.setattr(ENGINE.parallel_config, "tensor_parallel_size", 4)
+    made, kept = SSDKVConfig.from_extra_config(options), mixed([None], [2])
+    kept.kv_tp_replicas = replicas
+    found = kv_layout(made, ENGINE, kept)
+    assert (found.ranks, found.sharers) == ((1, 4) if shared else (4, 1))
+    assert fingerprint(made, ENGINE, found, kept).fields["tp_size"] == found.ranks

@@ -44,7 +44,8 @@ class KVLayout:
     dtype: torch.dtype
     geometry: SlotGeometry
     ranks: int
-    """Number of ranks: tensor-parallel ones of all pipeline stages."""
+    """Number of ranks that write: tensor-parallel ones of all pipeline stages, of :attr:`sharers`
+    the first."""
     num_blocks: int
     """Number of blocks in HBM."""
     overlaid: tuple[tuple[str, ...], ...] = ()
@@ -65,6 +66,8 @@ class KVLayout:
     layer_bytes: tuple[int, ...] = ()
     """Bytes of a block of each layer, where they are of several sizes: in a slot they then lie back
     to back, whatever its pages are. Empty: a page holds one layer."""
+    sharers: int = 1
+    """Number of tensor-parallel ranks that have the same KV, of which one copy is stored."""
 
     @property
     def all_layers(self) -> tuple[str, ...]:

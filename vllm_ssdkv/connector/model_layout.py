@@ -213,7 +213,7 @@ def kv_layout(
             f"a block of this model makes a {error}: lower --block-size, or raise "
             "--tensor-parallel-size"
         ) from error
-    parallel = vllm_config.parallel_config
+    parallel, sharers = vllm_config.parallel_config, _sharers(config, vllm_config, kv_cache_config)
     chain = next((one for one in specs if isinstance(one, FullAttentionSpec)), spec)
     of_chain = kv_cache_config.kv_cache_groups[specs.index(chain)]
     return KVLayout(
@@ -223,7 +223,7 @@ def kv_layout(
         spec.head_size,
         dtype,
         geometry,
-        parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+        parallel.tensor_parallel_size * parallel.pipeline_parallel_size // sharers,
         kv_cache_config.num_blocks,
         tuple(others for others in layers if others is not names),
         kv_cache_config.has_mamba_layers,
@@ -235,7 +235,16 @@ def kv_layout(
         max(_layer_specs(of_chain.kv_cache_spec), key=lambda one: one.page_size_bytes).dtype,
         tuple(of_chain.layer_names),
         sizes,
+        sharers,
     )
+
+
+def _sharers(config: SSDKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Tensor-parallel ranks to a stored copy: all, where vLLM says that their KV is identical
+    (MLA), and the store is this engine's."""
+    ranks: int = vllm_config.parallel_config.tensor_parallel_size
+    alone = config.mode == "reuse" and not config.nodes and config.tier is None
+    return ranks if alone and kv_cache_config.kv_tp_replicas == ranks else 1
 
 
 def _layer_bytes(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
@@ -312,7 +321,7 @@ def fingerprint(
         "block_size": layout.block_tokens,
         "slot": layout.geometry.kind,
         "page_bytes": layout.geometry.payload_bytes,
-        "tp_size": parallel.tensor_parallel_size,
+        "tp_size": parallel.tensor_parallel_size // layout.sharers,
     }
     if layout.layer_bytes:
         fields["page_bytes"] = _sizes_identity(layout.layer_bytes, stages)

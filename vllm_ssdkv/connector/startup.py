@@ -98,7 +98,8 @@ def _of_all_ranks(
     from vllm_ssdkv.connector.worker.pipeline import of_all_stages
 
     layout, stages = of_all_stages(own)
-    return layout, [one for one in stages for _ in range(parallel.tensor_parallel_size)]
+    ranks = layout.ranks // parallel.pipeline_parallel_size
+    return layout, [one for one in stages for _ in range(ranks)]
 
 
 def _identify(
@@ -121,7 +122,9 @@ def _identify(
         from vllm_ssdkv.connector.node_startup import drives_of_nodes
 
         config, drives = drives_of_nodes(config, run, model)
-    place = StorePlace(config, geometries, identity, replica, model=model, run=run, name=name)
+    place = StorePlace(
+        config, geometries, identity, replica, model, run, name, sharers=layout.sharers
+    )
     return _Identity(layout, identity, place, drives)
 
 
@@ -151,6 +154,8 @@ def open_worker(
     """
     from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
+    from vllm_ssdkv.connector.worker.pipeline import of_sharers
+
     found = _identify(config, vllm_config, kv_cache_config, of_worker=True)
     _check_backend(config, vllm_config, kv_cache_config)
     tensor = vllm_config.parallel_config.tensor_parallel_size
@@ -171,7 +176,8 @@ def open_worker(
         elif config.tier is not None:
             access, tell_weights = _open_guest(config, config.tier, found, rank)
         else:
-            access = EmbeddedRank(_open_files(config, found, rank), TieredStore)
+            opened = of_sharers(lambda: _open_files(config, found, rank), layout.sharers)
+            access = EmbeddedRank(opened, TieredStore)
         stack.callback(access.close)
         modules = vllm_config.compilation_config.static_forward_context
         model = LoadedModel(
@@ -384,13 +390,14 @@ def open_scheduler(
             hashes_per_block=found.layout.block_tokens // hash_tokens,
             kv_events=publishes_events(vllm_config, own=store.own is not None),
             steps_ahead=vllm_config.max_concurrent_batches,
+            sharers=found.layout.sharers,
         )
         choice = LoadOrRecompute(
             # In page mode computing writes every block of the hit once more.
             always=config.mode == "page" or config.load == "always",
             block_tokens=found.layout.block_tokens,
             chunk_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-            ranks=found.layout.ranks,
+            ranks=found.place.workers,
             counters=store.counters,
         )
         seats = AdmissionSlots(vllm_config.scheduler_config)

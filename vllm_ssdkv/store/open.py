@@ -33,7 +33,7 @@ from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.base.sizes import format_size
 from vllm_ssdkv.config.encryption import EncryptionConfig
 from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.store.devices.data_device import OpenDevice, open_device
+from vllm_ssdkv.store.devices.data_device import OpenDevice, open_device, open_to_read
 from vllm_ssdkv.store.devices.data_file import claim, read_superblock
 from vllm_ssdkv.store.devices.health import DeviceHealth
 from vllm_ssdkv.store.devices.manifest_copies import CopySpreader
@@ -76,6 +76,9 @@ from vllm_ssdkv.store.write.trim import trim_new
 
 logger = logging.getLogger(__name__)
 
+_NOT_TOLD = "00"
+"""Digest in the manifest of a worker that has not told, beside others that share its files."""
+
 LOCK_TIMEOUT_S = 10.0
 """A killed predecessor's last writes may hold the lock for as long as its devices need."""
 
@@ -92,10 +95,11 @@ class StorePlace:
         model: str = "",
         run: str = "",
         name: str = "",
+        sharers: int = 1,
     ):
         """Args:
         config: The options.
-        geometries: Shape of the slots of each rank.
+        geometries: Shape of the slots of each rank that writes.
         fingerprint: What the KV belongs to.
         replica: Number of this data-parallel engine, which has directories of its own.
         model: Its name, for people who look at the store.
@@ -103,6 +107,8 @@ class StorePlace:
             to open the store looks at the devices, the others use what it found. Without it each
             one looks.
         name: Tells default directories of models with KV of one shape apart.
+        sharers: Workers with the same KV, of which the first writes and the others read: numbers of
+            workers are ``rank * sharers`` and up.
 
         Blocks while the key of an encrypted store is fetched, which has a deadline.
 
@@ -115,6 +121,7 @@ class StorePlace:
         below = "" if replica is None else f"dp{replica}"
         self.config = config
         self.geometries, self.ranks = with_equal_units(geometries), len(geometries)
+        self.sharers, self.workers = sharers, sharers * len(geometries)
         self.fingerprint = fingerprint
         self.run = run or str(uuid4())
         self.model, self.name = model, name
@@ -149,6 +156,11 @@ class StorePlace:
         if not self.state.exists() and not self.state.parent.exists():
             raise ConfigError(f"state_dir {self.state}: neither it nor its parent exists")
         _make_directory(self.state, parents=False)
+
+    def part(self, worker: int) -> tuple[int, bool]:
+        """Rank whose data files a worker uses, and whether it only reads them."""
+        rank, place = divmod(worker, self.sharers)
+        return rank, place > 0
 
     def capacity_for(self, slots: int) -> int:
         """Bytes that so many slots need on all devices and ranks together, roughly."""
@@ -278,8 +290,8 @@ class StorePlace:
         )
         return found
 
-    def tell_weights(self, rank: int, digest: bytes) -> None:
-        """Note what a rank of this engine computes with, for its scheduler. Blocks on I/O.
+    def tell_weights(self, worker: int, digest: bytes) -> None:
+        """Note what a worker of this engine computes with, for its scheduler. Blocks on I/O.
 
         Raises:
             StoreError: it cannot be saved.
@@ -287,22 +299,25 @@ class StorePlace:
         with locked(self.state):
             manifest = self.stored()
             told = manifest.model_digests or [""] * self.ranks
-            told[rank] = digest.hex()
+            rank, place = divmod(worker, self.sharers)
+            of_rank = told[rank].split() or [_NOT_TOLD] * self.sharers
+            of_rank[place] = digest.hex()
+            told[rank] = " ".join(of_rank)
             manifest.model_digests = told
             manifest.save(self.state)
 
     def bind(self, settings: Fingerprint) -> list[bytes]:
-        """Digest of each rank's weights, as the ranks have told; says what is other than before.
+        """Digest of each worker's weights, as they have told; says what is other than before.
 
         Blocks on I/O.
 
         Raises:
-            StoreError: a rank has not told, or the manifest cannot be saved.
+            StoreError: one has not told, or the manifest cannot be saved.
         """
         with locked(self.state):
             manifest = self.stored()
-            told = manifest.model_digests
-            if manifest.run != self.run or not (told and all(told)):
+            told = " ".join(manifest.model_digests).split()
+            if manifest.run != self.run or len(told) < self.workers or _NOT_TOLD in told:
                 raise StoreError(
                     f"store {manifest.store}: not every rank of this engine has told what weights "
                     "it holds; does another engine start on these directories, or do workers run "
@@ -420,7 +435,7 @@ def _make_directory(path: Path, *, parents: bool) -> None:
 
 def open_rank(
     place: StorePlace,
-    rank: int,
+    worker: int,
     counters: Counters,
     contexts: int | None = None,
     *,
@@ -428,11 +443,12 @@ def open_rank(
     remote: RemoteDevices | None = None,
     hbm_summaries: int = 0,
 ) -> OpenStore:
-    """Open, lock and claim this rank's data files, then start the engine. Blocks on I/O.
+    """Open, lock and claim a worker's data files, then start the engine. Blocks on I/O.
 
     Args:
         place: The store.
-        rank: Whose files.
+        worker: Whose files. The first of several that share files locks and claims them, before
+            the others open them to read.
         counters: What devices do is counted here.
         contexts: Slots from which running requests choose at most; None: all.
         memory: Makes the arena, of so many bytes.
@@ -448,15 +464,16 @@ def open_rank(
     """
     place.prepare()
     manifest = place.manifest()
+    rank, reads_only = place.part(worker)
     geometry = place.geometries[rank]
     placement = placement_of(manifest, rank)
     choice = sparse_memory(place.config, manifest.numbers, contexts, hbm_summaries)
     plan = MemoryPlan.of(
         geometry,
-        place.config.dram_bytes(place.ranks),
+        place.config.dram_bytes(place.workers),
         place.config.io.staging,
-        most_bytes=place.config.most_dram_bytes(place.ranks),
-        scrub=place.config.io.scrub_rate is not None
+        most_bytes=place.config.most_dram_bytes(place.workers),
+        scrub=(place.config.io.scrub_rate is not None and not reads_only)
         or (remote is not None and place.config.replicas > 1),
         choice=choice if geometry.summary_pages else None,
     )
@@ -464,7 +481,7 @@ def open_rank(
     paths = [device.path for device in present]
     _count_missing(set(place.paths) - set(paths), counters)
     with ExitStack() as stack:
-        opened = _open_devices(place, manifest, rank, counters, stack, remote)
+        opened = _open_devices(place, manifest, worker, counters, stack, remote)
         arena = memory(plan.nbytes)
         stack.callback(arena.close)
         codec = place.codec(rank, arena)
@@ -501,9 +518,8 @@ def open_rank(
             remote.watch(health)
         capacities = tuple(device.capacity for device in present)
         known = _identities(opened) if remote is None else {}
-        found = OpenStore(
-            files, opened, arena, plan, manifest.numbers, capacities, known, place.key_id
-        )
+        whose = place.key_id, worker, reads_only
+        found = OpenStore(files, opened, arena, plan, manifest.numbers, capacities, known, *whose)
         stack.pop_all()
     return found
 
@@ -530,13 +546,16 @@ def sparse_memory(
 def _open_devices(
     place: StorePlace,
     manifest: Manifest,
-    rank: int,
+    worker: int,
     counters: Counters,
     stack: ExitStack,
     remote: RemoteDevices | None,
 ) -> tuple[OpenDevice, ...]:
-    """This rank's data files, locked and claimed; ``stack`` closes those that were opened, should
-    a later one fail. Those of remote devices end behind their superblocks."""
+    """A worker's data files, locked and claimed, or open to read; ``stack`` closes those that were
+    opened, should a later one fail. Those of remote devices end behind their superblocks."""
+    rank, reads_only = place.part(worker)
+    if reads_only:
+        return _open_to_read(place, manifest, rank, stack)
     placement, present = placement_of(manifest, rank), manifest.present()
     opened: list[OpenDevice] = []
     for index, entry in enumerate(present):
@@ -559,6 +578,22 @@ def _open_devices(
             counters.add("device_lost", 1, device=entry.path)
             entry.missed(0, manifest.opened + 1)
         _cut_to_size(device)
+    return tuple(opened)
+
+
+def _open_to_read(
+    place: StorePlace, manifest: Manifest, rank: int, stack: ExitStack
+) -> tuple[OpenDevice, ...]:
+    """Data files that another worker of the same engine has locked and claimed; ``stack`` closes
+    them."""
+    opened: list[OpenDevice] = []
+    for entry in manifest.present():
+        device = open_to_read(entry.path, rank, place.config.io.direct)
+        stack.callback(device.close)
+        block = read_superblock(device)
+        if block is None or str(block.device) != entry.files[rank]:
+            raise StoreError(f"{device.path} is not the data file that the first worker has opened")
+        opened.append(device)
     return tuple(opened)
 
 

@@ -28,6 +28,10 @@ class OpenStore:
     identities: Mapping[int, Identity]
     """Devices whose superblocks are in their data files here, by number."""
     key_id: bytes
+    worker: int
+    """Number of the worker."""
+    reads_only: bool
+    """True if another worker writes the data files."""
 
     def describe(self) -> list[str]:
         """Lines of the start-up summary."""

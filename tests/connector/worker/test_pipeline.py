@@ -1,4 +1,4 @@
-"""A pipeline's stages tell each other their geometry, or why there is none."""
+"""Ranks that need each other at the start tell each other what they have, or why there is none."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 import vllm.distributed
 
-from vllm_ssdkv.base.errors import UnsupportedError
+from vllm_ssdkv.base.errors import StoreError, UnsupportedError
 from vllm_ssdkv.connector.kv_layout import KVLayout
-from vllm_ssdkv.connector.worker.pipeline import of_all_stages
+from vllm_ssdkv.connector.worker.pipeline import of_all_stages, of_sharers
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry, with_equal_units
 
 LARGE, SMALL = (SlotGeometry("opaque", n, 1, 1, 400_000) for n in (9, 2))
@@ -72,3 +72,50 @@ def test_what_another_stage_says_is_raised_here(second: Callable[[Told], list[To
     second((None, "no layers"))
     with pytest.raises(UnsupportedError, match=r"^no layers$"):
         of_all_stages(lambda: stage(2))
+
+
+@pytest.fixture
+def sharer(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str], list[str]]:
+    """This process is one of two ranks that share files; the first one says so much."""
+
+    def of(rank: int, said: str) -> list[str]:
+        done: list[str] = []
+
+        def broadcast(told: list[str], source: int, group: object) -> None:
+            assert source == 6
+            if rank:
+                told[:] = [said]
+            done.append(told[0])
+
+        pair = SimpleNamespace(ranks=[6, 7], rank_in_group=rank, cpu_group=None)
+        monkeypatch.setattr(vllm.distributed, "get_tp_group", lambda: pair)
+        monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast)
+        return done
+
+    return of
+
+
+@pytest.mark.parametrize(("rank", "order"), [(0, ["open", ""]), (1, ["", "open"])])
+def test_the_first_rank_opens_shared_files_before_the_others(
+    rank: int, order: list[str], sharer: Callable[[int, str], list[str]]
+) -> None:
+    done = sharer(rank, "")
+    of_sharers(lambda: done.append("open"), 2)
+    assert done == order
+    of_sharers(lambda: done.append("alone"), 1)
+    assert done == [*order, "alone"]
+
+
+def test_shared_files_that_the_first_rank_cannot_open(
+    sharer: Callable[[int, str], list[str]],
+) -> None:
+    def fails() -> None:
+        raise StoreError("in use")
+
+    told = sharer(0, "")
+    with pytest.raises(StoreError, match=r"^in use$"):
+        of_sharers(fails, 2)
+    assert told == ["in use"]
+    sharer(1, "in use")
+    with pytest.raises(StoreError, match=r"^in use$"):
+        of_sharers(lambda: pytest.fail("opened"), 2)

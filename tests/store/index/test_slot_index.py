@@ -1420,3 +1420,15 @@ def test_rewrites_in_the_background_lose_nothing(tmp_path: Path) -> None:
     assert state(open_index(copy, slots), range(number)) == expected
     assert index.close()
     assert state(open_index(path, slots), range(number)) == expected
+
+
+def test_slots_that_are_not_written_are_left_out_where_somebody_reads_the_devices() -> None:
+    index, keys = SlotIndex(8, None), [bytes([number]) * 32 for number in range(4)]
+    slots = index.claim(keys)
+    assert index.lookup(keys).tolist() == slots.tolist()
+    index.unwritten = {int(slots[2])}
+    assert index.lookup(keys).tolist() == slots[:2].tolist()
+    assert index.lookup(keys[3:]).tolist() == slots[3:].tolist()
+    assert (index.claim(keys) < 0).all(), "they are not stored twice"
+    index.unwritten = ()
+    assert index.lookup(keys).tolist() == slots.tolist()

@@ -419,6 +419,8 @@ def _make_parts(
     identities.keys.suspended = bool(store.suspension)
     own_index = None if store.own is None else store.own.index
     slots = SlotLedger(store.index, own_index, engine.ranks, draft, counters)
+    if own_index is not None and engine.sharers > 1:
+        own_index.unwritten = slots.writing
     retries = LoadRetries(engine.block_tokens, speculation.step_blocks)
     groups = BlockGroups((), store.index, engine.block_tokens, speculation, engine.hashes_per_block)
     events: KVEvents | None = None

@@ -35,7 +35,7 @@ class EngineFacts:
     Attributes:
         block_tokens: Tokens of a block.
         max_model_len: Tokens of a request, at most.
-        ranks: Workers.
+        ranks: Workers that write.
         speculation: Its drafts.
         finds: Whether requests may begin with stored blocks. Some models need all tokens of a
             request in one step, and an engine with the role ``kv_producer`` looks nothing up.
@@ -49,6 +49,7 @@ class EngineFacts:
             cache groups have more tokens than those of others.
         kv_events: Whether vLLM publishes KV events.
         steps_ahead: Steps that vLLM plans before it takes the results of the first of them.
+        sharers: Workers to each of ``ranks``, which read what that one writes.
     """
 
     block_tokens: int
@@ -64,6 +65,7 @@ class EngineFacts:
     hashes_per_block: int = 1
     kv_events: bool = False
     steps_ahead: int = 1
+    sharers: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -68,9 +68,13 @@ class PendingWrites:
         """Number of slots."""
         return len(self._under_way)
 
-    def __contains__(self, slot: int) -> bool:
+    def __contains__(self, slot: object) -> bool:
         """Check whether the slot is one of them."""
         return slot in self._under_way
+
+    def __iter__(self) -> Iterator[int]:
+        """Slots, in any order."""
+        return iter(self._under_way)
 
     def slots(self) -> list[int]:
         """Slots that are under way now."""

@@ -87,7 +87,7 @@ class EmbeddedRank(Generic[_Store_co]):
         self._kind = kind
         self.opened, self.drives = opened, drives
         self.counters: Counters = opened.files.counters
-        self.rank = opened.files.rank
+        self.rank = opened.worker
         self.device_paths: Sequence[str] = opened.files.health.paths
         self._metrics = EngineMetrics(opened.files.engine, self.device_paths, self.counters)
         self._written = [counter_key("bytes_written", device=path) for path in self.device_paths]
@@ -117,8 +117,8 @@ class EmbeddedRank(Generic[_Store_co]):
             work.block_tokens,
             work.copy_in,
             summarizer=work.summarizer,
-            trimmer=self._trimmer() if work.config.trim else None,
-            scrub_rate=work.config.io.scrub_rate,
+            trimmer=self._trimmer() if work.config.trim and not opened.reads_only else None,
+            scrub_rate=None if opened.reads_only else work.config.io.scrub_rate,
             mends=self.drives is not None and work.config.replicas > 1,
             stretches=work.stretches,
             identities=opened.identities,
@@ -181,7 +181,8 @@ class EmbeddedRank(Generic[_Store_co]):
             paused = health.writing(index) is not WriteState.OPEN
             self.counters.set("device_state", float(here), device=path)
             self.counters.set("writes_paused", float(paused), device=path)
-            self.counters.set("store_bytes", float(state.stored_bytes), device=path)
+            if not self.opened.reads_only:
+                self.counters.set("store_bytes", float(state.stored_bytes), device=path)
 
     def close(self) -> None:
         """See :class:`RankAccess`."""

@@ -34,6 +34,8 @@ class Saves:
         geometry: SlotGeometry,
         counters: Counters,
         paged: PageMode | None,
+        *,
+        writes: bool,
     ):
         """
         Args:
@@ -43,10 +45,12 @@ class Saves:
             geometry: Geometry of slots.
             counters: Counters of this rank.
             paged: Page mode of this rank; None: the mode is ``reuse``.
+            writes: This rank writes. Another one does where it has the same KV: then this one
+                forgets what slots held before.
         """
         self._store, self._port, self._layers = store, port, layers
         self._geometry, self._counters = geometry, counters
-        self._paged = paged
+        self._paged, self._writes = paged, writes
         self._tails = _NO_TAILS if paged is None else paged.store.tails
 
     def drop(self) -> None:
@@ -58,6 +62,9 @@ class Saves:
         """Reserve frames for the blocks that a step will fill, as far as there are any.
 
         ``has_inputs``: some of them get X."""
+        if not self._writes:
+            self._store.abandon(save.slots)
+            return
         self._layers.begin(save, self._reserve_early, has_inputs=has_inputs)
 
     def _reserve_early(self, slots: SlotArray) -> NDArray[np.int32]:
@@ -83,6 +90,8 @@ class Saves:
             x_slots: Slots that get X.
             report: Told of what is not stored.
         """
+        if not self._writes:
+            return
         if len(commit.slots):
             # Older blocks first: their writes free the frames that this step's blocks need.
             self._commit(commit, ~_among(commit.slots, save.slots.tolist()))
@@ -155,6 +164,9 @@ class Saves:
 
     def copy_frames(self, plan: CopyFrames, store: TieredStore, report: RankReport) -> None:
         """Write copies of frames of a ``store`` in this process into other slots."""
+        if not self._writes:
+            store.abandon(plan.new)
+            return
         self._reclaim(plan.new)
         copied, wrong = store.copy(plan.old, plan.old_epochs, plan.new, plan.keys)
         self._commit(Flush(plan.new, plan.epochs, plan.keys), copied)

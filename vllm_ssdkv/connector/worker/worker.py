@@ -194,7 +194,10 @@ class SSDKVWorker:
         self.layers = LayerCopier(
             port, self.layout, caches[0].device, self._layer_deadline(), self.counters
         )
-        self._saves = Saves(store, port, self.layers, geometry, self.counters, self.paged)
+        writes = self._own is None or not self._own.opened.reads_only
+        self._saves = Saves(
+            store, port, self.layers, geometry, self.counters, self.paged, writes=writes
+        )
 
     def _block_comparer(self, caches: Sequence[torch.Tensor]) -> BlockComparer | None:
         """Make the comparer of blocks of the chain in these caches; None: their dtype allows no

@@ -124,6 +124,26 @@ def open_device(
     return _open_data_file(data_file_path(place, rank), what, nbytes, direct, lock_timeout_s)
 
 
+def open_to_read(path: str | Path, rank: int, direct: DirectMode) -> OpenDevice:
+    """Open what another process has open by :func:`open_device`, without a lock, to read it.
+
+    Raises:
+        DeviceError: it cannot be opened.
+    """
+    place = Path(path)
+    file = place if place.is_block_device() else data_file_path(place, rank)
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise DeviceError(f"cannot open {file} to read: {why_refused(file, error)}") from error
+    try:
+        on = turn_on_direct(fd, str(file), direct)
+        return OpenDevice(file, fd, os.lseek(fd, 0, os.SEEK_END), on, True, False)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
 def _mode_of(path: Path, what: str) -> int | None:
     try:
         return path.stat().st_mode

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -148,6 +148,9 @@ class SlotIndex:
         """
         self.num_slots = num_slots
         self.listener: IndexListener | None = None
+        self.unwritten: Collection[int] = ()
+        """Slots that :meth:`lookup` leaves out, since somebody reads them from the devices who has
+        not written them."""
         self._journal = journal
         self._table = SlotTable(num_slots)
         self._clock, self._began = clock, clock()
@@ -179,12 +182,17 @@ class SlotIndex:
         return self._table.find(key)
 
     def lookup(self, keys: Sequence[bytes]) -> I64:
-        """Slots of the longest prefix of ``keys`` that is ready; int64, shape [<= n].
+        """Slots of the longest prefix of ``keys`` that is ready, and not one of :attr:`unwritten`;
+        int64, shape [<= n].
 
         Raises:
             ValueError: a key has not 32 bytes.
         """
-        return self._table.lookup(keys if isinstance(keys, list) else list(keys))
+        slots = self._table.lookup(keys if isinstance(keys, list) else list(keys))
+        if not self.unwritten:
+            return slots
+        there = (at for at, slot in enumerate(slots.tolist()) if slot in self.unwritten)
+        return slots[: next(there, len(slots))]
 
     def awaits(
         self,
