@@ -55,7 +55,8 @@ def store_new(
 ) -> None:
     """Write new K and V [T, Hkv, D] into HBM, in page layout, at ``slot_mapping`` [T]; ``scales``:
     of K and of V, where blocks have numbers of 8 bits."""
-    layout, cache = paged.block_layout, paged.flat(kv_cache)
+    layout = paged.block_layout
+    cache = kv_cache.view(kv_cache.shape[0], -1).view(layout.dtype)  # whatever vLLM calls it
     kernels = select_kernels(kv_cache.device)
     kernels.store_kv(key, value, cache, slot_mapping, layout, scales)
 
@@ -92,7 +93,7 @@ def attend_layer(
     step = paged.step
     if step is None:
         raise RuntimeError("there is no step to attend for")
-    cache = paged.flat(kv_cache)
+    cache = kv_cache.view(kv_cache.shape[0], -1).view(paged.block_layout.dtype)
     layer = step.layers[layer_name]
     if paged.ordering is not None and paged.ordering.by_co_activation:
         paged.ordering.observe(layer, query, cache, rows, scale)
