@@ -1,7 +1,8 @@
 """A container without a container runtime: the start-up path of an image, from its Containerfile.
 
-A root file system of bind mounts, read-only but for the volumes, a process that is number 1 of its
-own namespace, the user, the variables and the command of the image. Needs root.
+A root file system of bind mounts, or that of a built image, read-only but for the volumes, a
+process that is number 1 of its own namespace, the user, the variables and the command of the image.
+Needs root.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.deploy.manifests import as_list, environment, of_stage
+from tests.deploy.manifests import DEPLOY, as_list, environment, of_stage
 
 ROOT = Path(__file__).parents[2]
 SITE = (
@@ -31,7 +32,9 @@ CONFIG = "/etc/ssdkv/node.yaml"
 
 _SETUP = """
 set -e
-mount -t tmpfs -o mode=0755 tmpfs "$root"
+if [ -n "$image" ]; then mount --bind "$image" "$root"
+else mount -t tmpfs -o mode=0755 tmpfs "$root"
+fi
 cd "$root"
 mkdir -p proc dev tmp opt etc/ssdkv run var/lib
 mount -t proc proc proc
@@ -40,19 +43,21 @@ for device in null zero urandom; do
   touch dev/$device
   mount --bind /dev/$device dev/$device
 done
-for folder in lib lib64 bin sbin; do
-  if [ -L /$folder ]; then cp -P /$folder $folder; fi
-done
 readonly_bind() {
   mkdir -p ".$1"
   mount --rbind "$1" ".$1"
   mount -o remount,bind,ro ".$1"
 }
-for folder in $folders; do readonly_bind "$folder"; done
-for package in $hidden; do
-  if [ -d ".$package" ]; then mount -t tmpfs -o ro tmpfs ".$package"; fi
-done
-ln -s "$prefix" opt/ssdkv
+if [ -z "$image" ]; then
+  for folder in lib lib64 bin sbin; do
+    if [ -L /$folder ]; then cp -P /$folder $folder; fi
+  done
+  for folder in $folders; do readonly_bind "$folder"; done
+  for package in $hidden; do
+    if [ -d ".$package" ]; then mount -t tmpfs -o ro tmpfs ".$package"; fi
+  done
+  ln -s "$prefix" opt/ssdkv
+fi
 touch ".$config"
 mount --bind "$options" ".$config"
 mount -o remount,bind,ro ".$config"
@@ -60,7 +65,7 @@ for volume in $volumes; do
   mkdir -p "./$volume"
   mount --bind "$store/$volume" "./$volume"
 done
-mount -o remount,ro,mode=0755 .
+mount -o remount,bind,ro .
 exec chroot . $become "$@"
 """
 
@@ -82,6 +87,37 @@ def why_not() -> str:
     return f"namespaces: {tried.stderr.strip()}" if tried.returncode else ""
 
 
+def build(folder: Path) -> Path:
+    """Root file system of the node's image, built by buildah over a base made by debootstrap.
+
+    The base is named as the Containerfile has it. Packages come from Debian and from the package
+    index, as pip is configured here; nothing comes from a registry of images.
+    """
+    base, places = folder / "base", ("--root", str(folder / "store"), "--runroot", str(folder))
+    packages = "--include=python3,python3-venv,python3-dev,ca-certificates"
+    _run("debootstrap", "--variant=minbase", packages, "bookworm", str(base))
+    (base / "usr/bin/python").symlink_to("python3")
+    buildah = "buildah", *places, "--storage-driver", "vfs"
+    empty = _run(*buildah, "from", "scratch")
+    _run(*buildah, "add", "--quiet", empty, str(base), "/")
+    _run(*buildah, "commit", "--quiet", empty, of_stage("build", "FROM")[0])
+    here = [path for path in ("/etc/ssl/certs", "/etc/pip.conf") if Path(path).exists()]
+    _run(
+        *(*buildah, "bud", "--pull-never", "--isolation", "chroot", "--target", "node"),
+        *(f"--volume={path}:{path}:ro" for path in here),
+        *("--file", str(DEPLOY / "Containerfile"), "--tag", "node"),
+        *("--ignorefile", str(DEPLOY / "Containerfile.dockerignore"), str(ROOT)),
+    )
+    return Path(_run(*buildah, "mount", _run(*buildah, "from", "--pull-never", "localhost/node")))
+
+
+def _run(*command: str) -> str:
+    """What it prints, in one line."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
 class Container:
     """One container of an image of ``deploy/Containerfile``, with volumes in a folder.
 
@@ -90,8 +126,9 @@ class Container:
         log: File with what it prints.
     """
 
-    def __init__(self, folder: Path, store: Path, options: Path) -> None:
+    def __init__(self, folder: Path, store: Path, options: Path, image: Path | None = None) -> None:
         """Create it. Nothing runs, and nothing is written to its volumes but their owner."""
+        self._image = image
         self.log = folder / "log"
         self.process: subprocess.Popen[bytes] | None = None
         self._root = folder / "root"
@@ -119,6 +156,7 @@ class Container:
         (entry,), (rest,) = of_stage("node", "ENTRYPOINT"), of_stage("node", "CMD")
         values = {
             "root": self._root,
+            "image": self._image or "",
             "folders": f"/usr {sys.base_prefix} {ROOT} {sys.prefix}",
             "hidden": " ".join(str(SITE / name) for name in NOT_IN_THE_IMAGE),
             "prefix": sys.prefix,

@@ -1,18 +1,20 @@
 """Effects of container runtimes' verbs on a node: docs/shared-cache.md has the table.
 
-The start-up path of the image is run in a root file system made for the test.
+The start-up path of the image is run in a root file system made for the test, and in one built from
+the Containerfile in `make soak`.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.deploy.container import CONFIG, Container, why_not
+from tests.deploy.container import CONFIG, Container, build, why_not
 from tests.deploy.manifests import DEPLOY, as_list, compose, environment, of_stage
 
 NOT_HERE = why_not()
@@ -28,8 +30,21 @@ def store(tmp_devices: Callable[[int], list[Path]]) -> Path:
     return found
 
 
+@pytest.fixture(
+    scope="module",
+    params=[None, pytest.param("built", marks=[pytest.mark.soak, pytest.mark.timeout(2400)])],
+)
+def image(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path | None:
+    if request.param is None:
+        return None
+    for program in ("buildah", "debootstrap"):
+        if shutil.which(program) is None:
+            pytest.skip(f"no {program}")
+    return build(tmp_path_factory.mktemp("image"))
+
+
 @pytest.fixture
-def create(store: Path, tmp_path: Path) -> Iterator[Callable[[], Container]]:
+def create(store: Path, tmp_path: Path, image: Path | None) -> Iterator[Callable[[], Container]]:
     """Makes containers with the same volumes; at the end none runs."""
     options = tmp_path / "node.yaml"
     # Of the compose file, with less memory.
@@ -42,7 +57,7 @@ def create(store: Path, tmp_path: Path) -> Iterator[Callable[[], Container]]:
     def container() -> Container:
         folder = tmp_path / str(len(made))
         folder.mkdir()
-        made.append(Container(folder, store, options))
+        made.append(Container(folder, store, options, image))
         return made[-1]
 
     yield container
