@@ -13,11 +13,7 @@ import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.core.kv_cache_utils import (
-    generate_scheduler_kv_cache_config,
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
-)
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -32,6 +28,11 @@ from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.kv_layout import KVLayout, joined_geometry, layer_offsets
 from vllm_ssdkv.connector.model_layout import directory_name, fingerprint, kv_layout
 from vllm_ssdkv.connector.worker.block_comparison import element_type
+
+try:
+    from vllm.v1.core import kv_cache_planning as planning
+except ImportError:  # before vLLM 0.33
+    from vllm.v1.core import kv_cache_utils as planning
 
 ENGINE: Any = SimpleNamespace(
     parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
@@ -307,8 +308,8 @@ def indexed(name: str, order: str = "kv", layers: int = 61) -> KVCacheConfig:
     specs: Any = {f"{layer}.{kind}": of[kind] for layer in range(layers) for kind in order}
     engine = VllmConfig()
     engine.cache_config.kv_cache_layout = name
-    groups = get_kv_cache_groups(engine, specs)
-    return get_kv_cache_config_from_groups(engine, groups, 1 << 26)
+    groups = planning.get_kv_cache_groups(engine, specs)
+    return planning.get_kv_cache_config_from_groups(engine, groups, 1 << 26)
 
 
 def test_layers_of_several_sizes_lie_back_to_back() -> None:
