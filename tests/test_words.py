@@ -321,7 +321,7 @@ MOST_WORDS: list[tuple[str, list[Path], int]] = [
     ("internals", INTERNALS, 19_100),
     ("overview", [ROOT / "ARCHITECTURE.md"], 5_000),
     ("format", [ROOT / "docs" / "format.md"], 5_600),
-    ("by hand", BY_HAND, 63_300),
+    ("by hand", BY_HAND, 64_100),
     ("generated", TABLES, 25_200),
 ]
 """Words of pages together, as ``wc`` counts them."""

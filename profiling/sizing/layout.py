@@ -78,7 +78,7 @@ class PagedLayout:
             )
         config = SSDKVConfig.from_extra_config(options)
         number = bytes_of(model.kv_dtype or model.dtype)
-        if number == 1 and config.selector != "exact":
+        if number == 1 and config.selector not in ("exact", "window"):
             raise ConfigError("--kv-dtype: of KV in fp8 mode page chooses no pages")
         if number not in (1, bytes_of(model.dtype)):
             raise ConfigError(

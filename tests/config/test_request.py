@@ -183,6 +183,25 @@ def test_a_hint_that_is_none_is_said(directive: object) -> None:
     told = asked.ended("a")
     assert told is not None
     assert "kv.retain" in told["ssdkv"]["error"]
+    assert told["ssdkv"]["selector"] == "bounds", "it chooses as the engine does"
+
+
+def test_a_request_with_an_error_retains_nothing() -> None:
+    asked = RequestOverrides(CONFIG, Counters())
+    asked.arrived(request("a", {"ssdkv": {"retain": "1h"}}, retaining(1)))
+    assert asked.retained_s("a") == 0
+    told = asked.ended("a")
+    assert told is not None
+    assert told["ssdkv"].keys() == {"selector", "error"}
+
+
+def test_an_engine_whose_share_is_none_refuses_to_retain() -> None:
+    asked = RequestOverrides(CONFIG.model_copy(update={"retain_share": 0.0}), Counters())
+    asked.arrived(request("a", {"ssdkv": {"retain": "1h"}}))
+    assert asked.retained_s("a") == 0
+    told = asked.ended("a")
+    assert told is not None
+    assert "retains no blocks, by its option retain_share" in told["ssdkv"]["error"]
 
 
 def test_an_engine_without_a_store_of_its_own_retains_nothing_and_says_so(

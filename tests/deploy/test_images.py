@@ -177,7 +177,7 @@ def test_what_the_user_must_say_is_said_at_the_top() -> None:
     assert needed == set(re.findall(r"^# +([A-Z]+)\b", top, re.MULTILINE))
 
 
-def test_nothing_is_said_to_have_been_built() -> None:
-    assert "Built by nobody here" in (DEPLOY / "Containerfile").read_text()
+def test_what_nobody_built_or_ran_says_so() -> None:
+    assert "Nobody has built the engine's" in (DEPLOY / "Containerfile").read_text()
     assert "Never run" in (DEPLOY / "compose.yaml").read_text()
     assert read(DEPLOY / "node.yaml")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.e2e.models import make_scaled
 from tests.e2e.stock import Stock
@@ -65,6 +66,25 @@ def run(
     other = make_scaled(tmp_path_factory.mktemp("other"), scales=(0.3, 1.8))
     with engine(other, roomy) as third:
         return Run(wanted, got, again, third.answers(SHORT, 1), room, from_ssd, native)
+
+
+def test_scales_of_a_layer_say_nothing_of_wide_blocks(
+    models: dict[str, Path], stock: Stock, devices: Callable[..., list[dict[str, str]]]
+) -> None:
+    """A checkpoint by llm-compressor gives its layers scales, whatever the KV cache's type."""
+
+    def scale(model: torch.nn.Module) -> int:
+        layers = [layer for layer in model.modules() if hasattr(layer, "_k_scale_float")]
+        for layer in layers:
+            layer._k_scale_float, layer._v_scale_float = 0.5, 0.25
+        return len(layers)
+
+    prompts = SHORT[:1]
+    with engine(models["llama"], page_mode(devices(2), dram=ROOMY_DRAM), "auto") as wide:
+        assert wide.llm.apply_model(scale)[0] > 0
+        got = wide.answers(prompts)
+    wanted = stock.answers("llama", prompts)
+    assert [one.tokens for one in got] == [one.tokens for one in wanted]
 
 
 def test_contexts_are_larger_than_the_kv_cache(run: Run) -> None:

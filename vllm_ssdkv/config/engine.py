@@ -418,8 +418,9 @@ class SSDKVConfig(OptionModel):
             le=1,
             description="Share of the slots that requests may retain, at most (`retain` in "
             "`kv_transfer_params`, docs/quickstart.md). Other blocks are evicted before retained "
-            "ones. Beyond the share the least recently used retained block becomes an ordinary "
-            "one. After a restart all blocks are ordinary.",
+            "ones, and `admission` lets them in. Beyond the share the least recently used retained "
+            "block becomes an ordinary one. After a restart all blocks are ordinary. 0: requests "
+            "that ask for it get an error in their answer.",
         ),
         Reason(
             "0.25: sessions keep their blocks for a while, and three quarters of the store still "

@@ -38,11 +38,12 @@ from vllm_ssdkv.connector.obstacle import Obstacle
 from vllm_ssdkv.connector.worker.device_memory import hold_summary_memory
 from vllm_ssdkv.connector.worker.host_copy import HostCopy
 from vllm_ssdkv.connector.worker.paged_attention import attend_layer, rows_of_step, store_new
-from vllm_ssdkv.kernels.operands.block_layout import Softmax, head_size_problem
+from vllm_ssdkv.kernels.operands.block_layout import FLOAT8, Softmax, head_size_problem
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_ssdkv.connector.worker.page_mode import PageMode
     from vllm_ssdkv.connector.worker.paged_step import PagedStep
 
 
@@ -102,6 +103,14 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         device: torch.device,
     ):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+
+def _scales(layer: AttentionLayer, paged: PageMode) -> tuple[float, float]:
+    """Scales of K and V in blocks of 8 bits. Wide blocks hold the numbers themselves, though layers
+    of a checkpoint by llm-compressor have scales all the same."""
+    if paged.block_layout.dtype in FLOAT8:
+        return layer._k_scale_float, layer._v_scale_float
+    return 1.0, 1.0
 
 
 def _is_given(value: object) -> bool:
@@ -192,8 +201,7 @@ class PagedAttentionImpl(AttentionImpl):
             return
         if paged.projector is not None and paged.projector.projecting:
             paged.projector.keep(key, value)
-        scales = layer._k_scale_float, layer._v_scale_float
-        store_new(paged, key, value, kv_cache, slot_mapping, scales)
+        store_new(paged, key, value, kv_cache, slot_mapping, _scales(layer, paged))
 
     def forward(
         self,
@@ -232,8 +240,9 @@ class PagedAttentionImpl(AttentionImpl):
         if attn_metadata.rows is None:
             attn_metadata.rows = self._rows(paged.step, attn_metadata, paged.layout.block_tokens)
             paged.begin_recording(attn_metadata.rows, query.device)
-        if self.softmax.value_scale != layer._v_scale_float:  # weights have been loaded
-            self.softmax = replace(self.softmax, value_scale=layer._v_scale_float)
+        key_scale, value_scale = _scales(layer, paged)
+        if self.softmax.value_scale != value_scale:  # weights have been loaded
+            self.softmax = replace(self.softmax, value_scale=value_scale)
         if paged.x_cache is not None:
             paged.record_inputs(layer.layer_name, query.device)
         attend_layer(
@@ -244,7 +253,7 @@ class PagedAttentionImpl(AttentionImpl):
             kv_cache,
             output[:tokens].view(heads),
             attn_metadata.rows,
-            self.scale * layer._k_scale_float,
+            self.scale * key_scale,
             sliding_window=self.sliding_window,
             softmax=self.softmax,
         )

@@ -204,7 +204,7 @@ def test_all_that_a_retained_request_goes_on_from_is_retained() -> None:
     for group in range(2):
         for key in groups.keys(KEYS, group):
             store(index, key)
-    groups.touch(KEYS, 6, lambda slots: index.retain(slots, 60, 1.0))
+    groups.touch(KEYS, 6, lambda chain: index.retain_chain(chain, 60, 1.0))
     for new in range(8 * BLOCKS):
         store(index, bytes([100 + new]) * 32)
     assert len(groups.hit(KEYS, 0).slots) == BLOCKS

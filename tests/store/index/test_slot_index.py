@@ -1430,5 +1430,8 @@ def test_slots_that_are_not_written_are_left_out_where_somebody_reads_the_device
     assert index.lookup(keys).tolist() == slots[:2].tolist()
     assert index.lookup(keys[3:]).tolist() == slots[3:].tolist()
     assert (index.claim(keys) < 0).all(), "they are not stored twice"
+    index.unpin(slots)
+    index.retain_chain(keys, 60, 0.5)
+    assert index.gauges()["retained"] == 4, "they are there when their request ends"
     index.unwritten = ()
     assert index.lookup(keys).tolist() == slots.tolist()

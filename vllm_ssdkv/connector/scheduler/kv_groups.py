@@ -380,23 +380,17 @@ class BlockGroups:
         self,
         keys: Sequence[bytes],
         hit: int,
-        retain: Callable[[Slots], None] | None = None,
+        retain: Callable[[Sequence[bytes]], None] | None = None,
     ) -> None:
         """A request with these blocks has ended, of which ``hit`` were found. ``retain`` is called
-        with the slots of each chain, if they are to be more than the most recently used.
+        with the keys of each chain, if they are to be more than the most recently used.
 
         As a chain, tails are evicted before heads, of all groups that keep everything together. The
         windows that others need to go on from one of the two places go last: without them the
         chain is of no use. Two blocks more, because the newest one may not be stored, and a drafter
         may have another one computed again. So do the last states up to the two places.
         """
-
-        def mark(chain: Sequence[bytes]) -> None:
-            if retain is None:
-                self._index.touch_chain(chain)
-            else:
-                retain(self._index.lookup(chain))
-
+        mark = self._index.touch_chain if retain is None else retain
         chains = [self.keys(keys, group) for group in (self.chain, *self._whole)]
         mark([key for block in zip(*chains, strict=True) for key in block])
         for end in (hit, len(keys)):

@@ -81,22 +81,33 @@ class RequestOverrides:
                 # Workers tell choices apart by what is left.
                 self._asked[name] = asked.model_copy(update={"retain": None})
                 self._retain(name, asked.retain or 0)
-            if hints is not None:
-                self._retain(name, hinted_retention(hints.actions))
         except ConfigError as error:
-            # It is a client's text: one line, and not a long one.
-            text = str(error).encode("unicode_escape").decode()[:_MAX_CHARS]
-            self._asked[name], self._refused[name] = EXACT, text
-            self._counters.add("sparse_requests_refused", 1)
-            if text != self._told:  # a router sends the same with every request
+            self._asked[name] = EXACT
+            if text := self._refuse(name, error):
                 logger.warning(
                     "ssdkv: request %s gets exact attention; kv_transfer_params.ssdkv: %s",
                     name,
                     text,
                 )
-            self._told = text
+        try:
+            if hints is not None:
+                self._retain(name, hinted_retention(hints.actions))
+        except ConfigError as error:
+            self._asked.setdefault(name, RequestOptions())
+            if text := self._refuse(name, error):
+                logger.warning("ssdkv: request %s retains no blocks; %s", name, text)
         if name in self._asked:
             self._choices[name] = Choice.of(self._asked[name].applied(self._config))
+
+    def _refuse(self, name: str, error: ConfigError) -> str:
+        """Text for the log; empty if the last refusal had the same, as a router's do."""
+        # It is a client's text: one line, and not a long one.
+        text = str(error).encode("unicode_escape").decode()[:_MAX_CHARS]
+        self._refused[name] = text
+        self._retained.pop(name, None)
+        self._counters.add("sparse_requests_refused", 1)
+        told, self._told = self._told, text
+        return text if text != told else ""
 
     def _retain(self, name: str, seconds: int) -> None:
         if seconds and not self._retains:
@@ -104,6 +115,8 @@ class RequestOverrides:
                 "retain: an engine with nodes in mode reuse, or with a tier of your own, retains "
                 "no blocks"
             )
+        if seconds and not self._config.retain_share:
+            raise ConfigError("retain: this engine retains no blocks, by its option retain_share")
         self._retained[name] = max(seconds, self._retained.get(name, 0))
 
     def of(self, request_id: str) -> RequestOptions | None:

@@ -150,7 +150,9 @@ class ReusePolicy:
         """Keep its blocks longest: the next turn of a conversation begins with them."""
         seconds, retain = self._asked.retained_s(state.request_id), None
         if seconds and self._own is not None:
-            retain = partial(self._own.index.retain, seconds=seconds, share=self._retain_share)
+            retain = partial(
+                self._own.index.retain_chain, seconds=seconds, share=self._retain_share
+            )
         self._groups.touch(self._identities.keys.of(state.request), state.hit, retain)
 
     def forget(self, request_id: str) -> None:

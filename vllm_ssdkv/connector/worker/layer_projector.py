@@ -16,13 +16,15 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
-from vllm.model_executor.layers.linear import QKVParallelLinear, UnquantizedLinearMethod
 
 from vllm_ssdkv.base.errors import StepError, UnsupportedError
 from vllm_ssdkv.connector.identity.module_tree import TREE, ModuleTree
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.linear import QKVParallelLinear
 
 INPUTS: Final = "hidden_states"
 POSITIONS: Final = ("positions", "position_ids")
@@ -130,12 +132,16 @@ def _holder(layer: torch.nn.Module, tree: ModuleTree) -> torch.nn.Module:
 
 def _without_queries(module: torch.nn.Module) -> Callable[[], AbstractContextManager[None]]:
     """Context in which a module projects K and V alone, where that is possible."""
+    # Page mode runs without vLLM, too, where its decode steps are measured.
+    from vllm.model_executor.layers.linear import QKVParallelLinear, UnquantizedLinearMethod
+
     for linear in module.children():
         if (
             isinstance(linear, QKVParallelLinear)
             and isinstance(linear.quant_method, UnquantizedLinearMethod)
             and len(linear.weight) == linear.output_size_per_partition
             and linear.return_bias
+            and "forward" not in vars(linear)  # another tool's
             and not linear.skip_bias_add
         ):
             return functools.partial(_keys_and_values, linear)

@@ -131,9 +131,10 @@ def open_to_read(path: str | Path, rank: int, direct: DirectMode) -> OpenDevice:
         DeviceError: it cannot be opened.
     """
     place = Path(path)
-    file = place if place.is_block_device() else data_file_path(place, rank)
+    raw = place.is_block_device()  # a link to it, as /dev/disk/by-id has them, is followed
+    file, follow = (place, 0) if raw else (data_file_path(place, rank), os.O_NOFOLLOW)
     try:
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | follow | os.O_NONBLOCK)
     except OSError as error:
         raise DeviceError(f"cannot open {file} to read: {why_refused(file, error)}") from error
     try:

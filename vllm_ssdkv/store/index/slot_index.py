@@ -188,11 +188,15 @@ class SlotIndex:
         Raises:
             ValueError: a key has not 32 bytes.
         """
-        slots = self._table.lookup(keys if isinstance(keys, list) else list(keys))
-        if not self.unwritten:
-            return slots
-        there = (at for at, slot in enumerate(slots.tolist()) if slot in self.unwritten)
-        return slots[: next(there, len(slots))]
+        slots = self._ready(keys)
+        if self.unwritten:
+            pending = np.fromiter(self.unwritten, np.int64, len(self.unwritten))
+            behind = np.flatnonzero(np.isin(slots, pending))
+            slots = slots[: behind[0]] if len(behind) else slots
+        return slots
+
+    def _ready(self, keys: Sequence[bytes]) -> I64:
+        return self._table.lookup(keys if isinstance(keys, list) else list(keys))
 
     def awaits(
         self,
@@ -260,18 +264,27 @@ class SlotIndex:
         Raises:
             ValueError: a key has not 32 bytes.
         """
-        self.touch(self.lookup(keys))
+        self.touch(self._ready(keys))
 
     def retain(self, slots: I64, seconds: float, share: float) -> None:
         """Keep the ready slots of a chain, head first, from eviction for so long, while ordinary
         slots can be evicted in their place. A time that ends later stays.
 
-        ``share``: of all slots, so many are retained at most. More are while requests use them.
+        ``share``: of the slots on devices in use, so many are retained at most. More are while
+        requests use them.
         """
         self._end_retentions()
-        most = int(share * (self.num_slots - self._table.lost))
+        most = int(share * (self.num_slots - self._table.lost - self._table.masked))
         until = math.ceil(self._clock() - self._began + seconds)
         self._table.retain(slots, until, most)
+
+    def retain_chain(self, keys: Sequence[bytes], seconds: float, share: float) -> None:
+        """:meth:`retain` the longest prefix of a chain of keys that is ready, head first.
+
+        Raises:
+            ValueError: a key has not 32 bytes.
+        """
+        self.retain(self._ready(keys), seconds, share)
 
     def _end_retentions(self) -> None:
         if self._table.retained:
