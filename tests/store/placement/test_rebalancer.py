@@ -389,6 +389,22 @@ def test_devices_that_come_back_bring_their_slots(at_once: bool, stored: int) ->
     assert len(set(store.index.free_slots().tolist())) == gauges["free"]
 
 
+def test_numbers_that_a_smaller_segment_has_left_are_not_handed_out() -> None:
+    """A read of such a slot failed, and its time to be tried again comes later."""
+    store = Store()
+    store.store(store.placement.slots)
+    slots = np.array(sorted(store.ready()), dtype=np.int64)
+    store.lose(1)
+    store.store(1)
+    store.index.claim([key_of(10**6)])
+    for _ in range(4):
+        store.rebalancer.step(patient=False)
+    left = slots[~store.placement.holds(slots)]
+    assert len(left)
+    store.rebalancer.unmask(left)
+    assert store.placement.holds(store.index.free_slots()).all()
+
+
 def test_what_a_device_has_is_there_again_with_it() -> None:
     """Masked blocks are given up only where new blocks need their places."""
     store = Store()

@@ -282,8 +282,8 @@ class Rebalancer:
 
     def unmask(self, slots: I64) -> int:
         """Have slots, [n], found again that were masked, unless their devices are out of use; how
-        many blocks are found."""
-        slots = slots[~self.placement.lost(self._gone, slots)]
+        many blocks are found. Numbers whose segment was striped anew into fewer slots are none."""
+        slots = slots[self.placement.holds(slots) & ~self.placement.lost(self._gone, slots)]
         for segment in self.placement.segments:
             if segment.first in self._successors:  # they come back with the manifest
                 inside = (slots >= segment.first) & (slots < segment.first + segment.slots)
