@@ -21,7 +21,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from vllm_ssdkv.base.durations import DAY_S
+from vllm_ssdkv.base.sizes import DAY_S
 from vllm_ssdkv.batch.answers import Reply, Usage
 from vllm_ssdkv.batch.files import KEPT_S
 from vllm_ssdkv.batch.jobs import NewBatch

@@ -27,6 +27,7 @@ from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.kv_layout import KVLayout, joined_geometry, layer_offsets
 from vllm_ssdkv.connector.model_layout import directory_name, fingerprint, kv_layout
+from vllm_ssdkv.connector.startup import with_hits_to_verify
 from vllm_ssdkv.connector.worker.block_comparison import element_type
 
 try:
@@ -325,6 +326,7 @@ def test_layers_of_several_sizes_lie_back_to_back() -> None:
     assert offsets[:3] == [shape.header_bytes + done for done in (0, INDEXER, INDEXER + LATENT)]
     assert offsets[-1] + LATENT <= shape.slot_bytes < 1.02 * sum(worker.layer_bytes)
     assert element_type(worker) == torch.bfloat16
+    assert all(with_hits_to_verify(reuse, one).verify_hits for one in found)
 
 
 def test_the_order_of_layers_of_several_sizes_is_part_of_what_is_stored() -> None:

@@ -1,4 +1,7 @@
-"""Byte sizes as people write them: ``64GiB``, ``64 GB``, ``64g``, ``1.5TiB`` or plain bytes."""
+"""Byte sizes as people write them: ``64GiB``, ``64 GB``, ``64g``, ``1.5TiB`` or plain bytes.
+
+And durations: ``90s``, ``15m``, ``24h`` or ``7d``.
+"""
 
 from __future__ import annotations
 
@@ -113,3 +116,25 @@ def blocks_of(used: int, slots: int, to_come: int = 0) -> str:
     if not to_come:
         return f"{used:,} of {slots:,} blocks"
     return f"{used:,} of {slots - to_come:,} blocks now, up to {slots:,}"
+
+
+DAY_S: Final = 86400
+MAX_DURATION_S: Final = 30 * DAY_S
+
+_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": DAY_S}
+_DURATION: Final = re.compile(r"([1-9][0-9]{0,6})([smhd])")
+
+
+def parse_duration(value: object) -> int:
+    """Seconds meant by a text: a whole number and its unit, at most 30 days.
+
+    Raises:
+        ValueError: it means none.
+    """
+    match = _DURATION.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError("not a whole number followed by s, m, h or d")
+    seconds = int(match[1]) * _SECONDS[match[2]]
+    if seconds > MAX_DURATION_S:
+        raise ValueError("more than 30d")
+    return seconds

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from vllm_ssdkv.base.durable_file import sync_directory
-from vllm_ssdkv.base.durations import DAY_S
 from vllm_ssdkv.base.errors import SSDKVError
-from vllm_ssdkv.base.sizes import format_size
+from vllm_ssdkv.base.sizes import DAY_S, format_size
 from vllm_ssdkv.batch.api_error import ApiError, not_found
 from vllm_ssdkv.batch.database import REQUEST_BYTES, SMALLEST, Database
 from vllm_ssdkv.config.batch import BatchConfig

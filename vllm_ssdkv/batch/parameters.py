@@ -9,8 +9,7 @@ from typing import Any, Final
 import msgspec
 from starlette.requests import Request
 
-from vllm_ssdkv.base.durations import parse_duration
-from vllm_ssdkv.base.sizes import KIB
+from vllm_ssdkv.base.sizes import KIB, parse_duration
 from vllm_ssdkv.batch.api_error import ApiError
 from vllm_ssdkv.batch.files import KEPT_S
 from vllm_ssdkv.batch.jobs import NewBatch

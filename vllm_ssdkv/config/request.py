@@ -13,8 +13,8 @@ from typing import Annotated, Any, Final, NamedTuple, Optional
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
-from vllm_ssdkv.base.durations import parse_duration
 from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.base.sizes import parse_duration
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.problems import problems
 from vllm_ssdkv.config.schema import (

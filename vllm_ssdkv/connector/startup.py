@@ -144,6 +144,15 @@ def tell_what_has_no_effect(config: SSDKVConfig) -> None:
         logger.warning("option %s has no effect unless %s", vain.option, vain.condition)
 
 
+def _open_shared_files(config: SSDKVConfig, found: _Identity, rank: int) -> OpenStore:
+    """Open them, after the rank that writes them has."""
+    if found.layout.sharers == 1:
+        return _open_files(config, found, rank)
+    from vllm_ssdkv.connector.worker.pipeline import of_sharers
+
+    return of_sharers(lambda: _open_files(config, found, rank))
+
+
 def open_worker(
     config: SSDKVConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> SSDKVWorker:
@@ -153,8 +162,6 @@ def open_worker(
         SSDKVError: see the modules that check; the text names the way out.
     """
     from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
-
-    from vllm_ssdkv.connector.worker.pipeline import of_sharers
 
     found = _identify(config, vllm_config, kv_cache_config, of_worker=True)
     _check_backend(config, vllm_config, kv_cache_config)
@@ -176,8 +183,7 @@ def open_worker(
         elif config.tier is not None:
             access, tell_weights = _open_guest(config, config.tier, found, rank)
         else:
-            opened = of_sharers(lambda: _open_files(config, found, rank), layout.sharers)
-            access = EmbeddedRank(opened, TieredStore)
+            access = EmbeddedRank(_open_shared_files(config, found, rank), TieredStore)
         stack.callback(access.close)
         modules = vllm_config.compilation_config.static_forward_context
         model = LoadedModel(
@@ -351,7 +357,7 @@ def open_scheduler(
         # vLLM reads the policy after this constructor. Its default ends requests whose load
         # failed; a cache must never do that: what cannot be read is computed again.
         transfer.kv_load_failure_policy = RECOMPUTE
-    config = _with_hits_to_verify(config, found.layout)
+    config = with_hits_to_verify(config, found.layout)
     settings = kv_settings(
         vllm_config,
         str(kv_cache_config.kv_cache_layout),
@@ -421,11 +427,13 @@ def _x_of(
     return 0.0, None
 
 
-def _with_hits_to_verify(config: SSDKVConfig, layout: KVLayout) -> SSDKVConfig:
+def with_hits_to_verify(config: SSDKVConfig, layout: KVLayout) -> SSDKVConfig:
     """The options, with ``verify_hits`` off where a comparison would say nothing."""
     if not config.verify_hits:
         return config
-    if element_type(layout) is None:
+    # vLLM gives its scheduler the spec of one layer, which may be an indexer's: workers know more.
+    of_one_layer = bool(layout.layer_bytes) and layout.cache_dtype == "auto"
+    if element_type(layout) is None and not of_one_layer:
         logger.warning(
             "ssdkv: KV of --kv-cache-dtype %s cannot be compared: verify_hits has no effect",
             layout.cache_dtype,

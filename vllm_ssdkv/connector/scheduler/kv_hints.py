@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from vllm_ssdkv.base.durations import MAX_DURATION_S
 from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.base.sizes import MAX_DURATION_S
 
 if TYPE_CHECKING:
     from vllm.v1.kv_hints import KvHintAction

@@ -17,7 +17,6 @@ from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.request import NAME, RequestOptions
-from vllm_ssdkv.connector.scheduler.kv_hints import hinted_retention
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -90,7 +89,9 @@ class RequestOverrides:
                     text,
                 )
         try:
-            if hints is not None:
+            if hints is not None:  # rare: a start has one module less
+                from vllm_ssdkv.connector.scheduler.kv_hints import hinted_retention
+
                 self._retain(name, hinted_retention(hints.actions))
         except ConfigError as error:
             self._asked.setdefault(name, RequestOptions())

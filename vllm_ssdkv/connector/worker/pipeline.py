@@ -44,15 +44,13 @@ def of_all_stages(make: Callable[[], KVLayout]) -> tuple[KVLayout, tuple[SlotGeo
     return replace(layout, geometry=geometries[group.rank_in_group]), geometries
 
 
-def of_sharers(open_files: Callable[[], T], sharers: int) -> T:
-    """Open data files that so many tensor-parallel ranks share: the first rank, which writes, does
-    it before the others. Blocks until it has.
+def of_sharers(open_files: Callable[[], T]) -> T:
+    """Open data files that the tensor-parallel ranks share: the first rank, which writes, does it
+    before the others. Blocks until it has.
 
     Raises:
         StoreError: the first rank could not; what ``open_files`` raises, it raises there.
     """
-    if sharers == 1:
-        return open_files()
     from vllm.distributed import get_tp_group
 
     group, told = get_tp_group(), [""]
