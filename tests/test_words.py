@@ -317,11 +317,11 @@ TABLES = [page for page in GENERATED if page.name not in {"messages.md", "models
 """Generated pages but two, which grow with every message and every model that is tried."""
 
 MOST_WORDS: list[tuple[str, list[Path], int]] = [
-    ("guides", GUIDES, 28_000),
-    ("internals", INTERNALS, 19_100),
+    ("guides", GUIDES, 28_350),
+    ("internals", INTERNALS, 19_350),
     ("overview", [ROOT / "ARCHITECTURE.md"], 5_000),
     ("format", [ROOT / "docs" / "format.md"], 5_600),
-    ("by hand", BY_HAND, 64_100),
+    ("by hand", BY_HAND, 65_000),
     ("generated", TABLES, 25_200),
 ]
 """Words of pages together, as ``wc`` counts them."""
