@@ -1,6 +1,6 @@
 """Writes the golden stores: tiny ones, plain, encrypted, with two copies of each block, with
 channel pages, with heads that go round the lanes, with records of mean and
-variance, and with codes, the same bytes on every machine.
+variance, with codes, and of a pipeline with uneven stages, the same bytes on every machine.
 
 Run it with the folder to write into, only after raising a version in ``docs/format.md``:
 
@@ -27,9 +27,9 @@ from tests.store.headers import encoded
 from vllm_ssdkv.base.checksum import checksum_bytes
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.journal_record import Kind
-from vllm_ssdkv.store.format.manifest import NAME, Manifest, ManifestDevice
+from vllm_ssdkv.store.format.manifest import NAME, Manifest, ManifestDevice, RankShape
 from vllm_ssdkv.store.format.segment import Extent, Segment
-from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry, with_equal_units
 from vllm_ssdkv.store.format.slot_header import SlotHeader
 from vllm_ssdkv.store.format.slot_header_batch import key_rows
 from vllm_ssdkv.store.format.superblock import Superblock
@@ -48,7 +48,6 @@ WEIGHTS = (2.0, 1.0)
 FINGERPRINT = Fingerprint({"model": "golden", "layers": 3, "dtype": "bfloat16"})
 KEY = StoreKey(bytes(range(32)))
 SLOTS = 4
-RANK = 0
 
 CONTENT = {0: ("00" * 32, 1), 1: ("11" * 32, 4), 3: ("33" * 32, 3)}
 """Slot to key and epoch counter of what a reader finds."""
@@ -90,16 +89,35 @@ def by_heads() -> tuple[Segment, ...]:
 
 @dataclass(frozen=True)
 class Golden:
-    """One golden store; ``key_id`` is empty for the plain one."""
+    """One rank of a golden store; ``key_id`` is empty for the plain one.
+
+    ``stages``: slots of each rank, where some are larger than others.
+    """
 
     geometry: SlotGeometry
     segments: tuple[Segment, ...]
     key_id: bytes = b""
+    rank: int = 0
+    stages: tuple[SlotGeometry, ...] = ()
+
+    @property
+    def ranks(self) -> list[Golden]:
+        """Every rank of the store."""
+        shapes = self.stages or (self.geometry,)
+        return [replace(self, geometry=one, rank=rank) for rank, one in enumerate(shapes)]
+
+    def data_name(self, device: int) -> str:
+        """Name of this rank's data file on a device."""
+        return f"device{device}" + f".rank{self.rank}" * bool(self.rank) + ".data"
+
+    def data_uuid(self, device: int) -> UUID:
+        """Identity of this rank's data file on a device."""
+        return UUID(int=DEVICES[device].int + 16 * self.rank)
 
     def page(self, slot: int, number: int) -> NDArray[np.uint8]:
         """Payload of one page."""
         at = np.arange(self.geometry.payload_bytes, dtype=np.int64)
-        return ((at + 31 * slot + 7 * number) % 251).astype(np.uint8)
+        return ((at + 31 * slot + 7 * number + 13 * self.rank) % 251).astype(np.uint8)
 
     def frame(self, slot: int) -> NDArray[np.uint8]:
         """One slot before it is sealed: pages, and 0xEE where the format leaves bytes undefined."""
@@ -117,7 +135,7 @@ class Golden:
         data = self.frame(slot)
         pages = [self.page(slot, number) for number in range(self.geometry.pages)]
         sums = np.array([checksum_bytes(page) for page in pages], dtype=np.uint64)
-        header = SlotHeader(bytes.fromhex(key), slot, epoch(counter), RANK, sums)
+        header = SlotHeader(bytes.fromhex(key), slot, epoch(counter), self.rank, sums)
         data[: self.geometry.header_bytes] = encoded(header, self.geometry, FINGERPRINT.digest)
         return data
 
@@ -127,7 +145,8 @@ class Golden:
         arena.view(0, size)[:] = arena.view(size, size)[:] = self.frame(slot)
         begin = self.geometry.frame_bytes
         arena.view(size, begin)[:] = 0xEE
-        codec = CipherCodec(self.geometry, FINGERPRINT.digest, RANK, arena, KEY.slots(STORE, RANK))
+        keys = KEY.slots(STORE, self.rank)
+        codec = CipherCodec(self.geometry, FINGERPRINT.digest, self.rank, arena, keys)
         with patch("os.urandom", lambda count: bytes([slot + 1]) * count):
             codec.seal(
                 np.array([slot]),
@@ -140,14 +159,14 @@ class Golden:
         return arena.view(size, size).copy()
 
     def data_files(self) -> list[bytes]:
-        """The data file of each device."""
+        """This rank's data file on each device."""
         placement = Placement(self.geometry, self.segments, len(DEVICES))
         files = [np.zeros(placement.device_bytes(d), dtype=np.uint8) for d in range(len(DEVICES))]
         for device, file in enumerate(files):
             block = Superblock(
                 store=STORE,
-                device=DEVICES[device],
-                rank=RANK,
+                device=self.data_uuid(device),
+                rank=self.rank,
                 unit_bytes=self.geometry.unit_bytes,
                 epoch=1,
                 geometry=self.geometry,
@@ -170,8 +189,11 @@ class Golden:
 
     def manifest(self, directory: Path) -> bytes:
         """What ``store.json`` holds."""
-        placement = Placement(self.geometry, self.segments, len(DEVICES))
-        shape = self.geometry
+        ranks, shape = self.ranks, self.geometry
+        places = [Placement(one.geometry, self.segments, len(DEVICES)) for one in ranks]
+        shapes = [
+            RankShape(layers=one.layers, payload_bytes=one.payload_bytes) for one in self.stages
+        ]
         mine = Manifest(
             store=str(STORE),
             fingerprint=dict(FINGERPRINT.fields),
@@ -185,13 +207,14 @@ class Golden:
             channel_pages=shape.channel_pages or msgspec.UNSET,
             scaled_from=shape.scaled_from or msgspec.UNSET,
             record=msgspec.UNSET if shape.record == "bounds" else shape.record,
-            tp_size=1,
+            shapes=shapes or msgspec.UNSET,
+            tp_size=len(ranks),
             devices=[
                 ManifestDevice(
                     path=f"/ssd{d}",
-                    capacity=placement.device_bytes(d),
+                    capacity=sum(place.device_bytes(d) for place in places),
                     weight=WEIGHTS[d],
-                    files=[str(DEVICES[d])],
+                    files=[str(one.data_uuid(d)) for one in ranks],
                 )
                 for d in range(len(WEIGHTS))
             ],
@@ -208,6 +231,8 @@ class Golden:
         ruled = any(segment.rule is not msgspec.UNSET for segment in self.segments)
         if ruled or shape.record != "bounds":
             mine.version = 6
+        if shapes:
+            mine.version = 7
         (directory / NAME).write_bytes(mine.text)
         return mine.text
 
@@ -215,7 +240,9 @@ class Golden:
         """Name to content of every file of the store."""
         with tempfile.TemporaryDirectory() as name:
             state = {"journal": journal(Path(name)), NAME: self.manifest(Path(name))}
-        return state | {f"device{d}.data": data for d, data in enumerate(self.data_files())}
+        return state | {
+            one.data_name(d): data for one in self.ranks for d, data in enumerate(one.data_files())
+        }
 
     def write(self, directory: Path) -> None:
         """Write the store; data files compressed, since most of them repeats."""
@@ -226,6 +253,9 @@ class Golden:
             else:
                 (directory / name).write_bytes(data)
 
+
+UNEVEN = with_equal_units([SlotGeometry("opaque", n, 1, 1, 204_000) for n in (3, 1)])
+"""Slots of two stages: the smaller ones would have one unit each, if they were alone."""
 
 STORES = {
     # 151 blocks of 4096 bytes: two units, the second with an unused end.
@@ -252,6 +282,7 @@ STORES = {
         SlotGeometry("paged", 2, 1, 3, 1024, summary_pages=1, scaled_from=2, record="codes_2"),
         segments(1),
     ),
+    "stages": Golden(UNEVEN[0], segments(2), stages=UNEVEN),
 }
 
 

@@ -66,7 +66,7 @@ def channels() -> dict[str, bytes]:
     return committed("channels")
 
 
-STORES = ("plain", "encrypted", "twice", "channels", "heads", "spread", "codes")
+STORES = ("plain", "encrypted", "twice", "channels", "heads", "spread", "codes", "stages")
 
 
 @pytest.mark.parametrize("name", STORES)
@@ -91,7 +91,6 @@ def test_this_release_writes_the_same_bytes(store: str) -> None:
 @pytest.mark.parametrize("store", STORES)
 def test_this_release_reads_it(store: str, tmp_path: Path) -> None:
     golden, files = writer.STORES[store], committed(store)
-    geometry = golden.geometry
     for name in ("store.json", "journal"):
         shutil.copy(GOLDEN / store / name, tmp_path / name)
     manifest = Manifest.load(tmp_path)
@@ -108,8 +107,19 @@ def test_this_release_reads_it(store: str, tmp_path: Path) -> None:
     index = SlotIndex(writer.SLOTS, journal, open_number=manifest.opened)
     assert index.counters["journal_corrupt_records"] == 0
     assert index.gauges()["ready"] == 3
-    placement = placement_of(manifest)
-    data = [np.frombuffer(files[f"device{d}.data"], np.uint8) for d in range(placement.devices)]
+    for one in golden.ranks:
+        _read_rank(one, manifest, index, files)
+    journal._file.close()
+
+
+def _read_rank(
+    golden: writer.Golden, manifest: Manifest, index: SlotIndex, files: Mapping[str, bytes]
+) -> None:
+    """Read every slot of one rank, and compare it."""
+    geometry, digest = golden.geometry, writer.FINGERPRINT.digest
+    assert manifest.geometries[golden.rank] == geometry
+    placement = placement_of(manifest, golden.rank)
+    data = [np.frombuffer(files[golden.data_name(d)], np.uint8) for d in range(placement.devices)]
     for device in range(placement.devices):
         copies = [bytes(data[device][at : at + BLOCK_BYTES]) for at in COPY_OFFSETS]
         block = newest(copies, "golden")
@@ -118,13 +128,13 @@ def test_this_release_reads_it(store: str, tmp_path: Path) -> None:
         assert block.unit_bytes == geometry.unit_bytes
         assert data[device].size == placement.device_bytes(device)
         assert (block.geometry, block.key_id.strip(b"\0")) == (geometry, golden.key_id)
-        assert str(block.device) == manifest.devices[device].files[0]
+        assert str(block.device) == manifest.devices[device].files[golden.rank]
         assert Superblock.decode(copies[1]).epoch == 1
     arena = Arena(geometry.slot_bytes)
-    codec: SlotCodec = ChecksumCodec(geometry, writer.FINGERPRINT.digest, 0, arena)
+    codec: SlotCodec = ChecksumCodec(geometry, digest, golden.rank, arena)
     if golden.key_id:
-        slots_key = writer.KEY.slots(writer.STORE, 0)
-        codec = CipherCodec(geometry, writer.FINGERPRINT.digest, 0, arena, slots_key)
+        slots_key = writer.KEY.slots(writer.STORE, golden.rank)
+        codec = CipherCodec(geometry, digest, golden.rank, arena, slots_key)
     for slot, (hex_key, counter) in writer.CONTENT.items():
         key = bytes.fromhex(hex_key)
         assert index.lookup([key]).tolist() == [slot]
@@ -148,7 +158,6 @@ def test_this_release_reads_it(store: str, tmp_path: Path) -> None:
                 begin = geometry.page_offset(number)
                 payload = whole[begin : begin + geometry.payload_bytes]
                 assert np.array_equal(payload, golden.page(slot, number))
-    journal._file.close()
 
 
 # ---- the page of the format, taken at its word, without the package ----
@@ -345,6 +354,40 @@ def test_units_by_heads_as_documented(slot: int) -> None:
         for number in range(pages):
             payload = data[4096 * (1 + number) :][:1000]
             assert payload == bytes((i + 31 * slot + 7 * number) % 251 for i in range(1000))
+            assert xxhash.xxh3_64_intdigest(payload) == sums[number]
+
+
+@pytest.mark.parametrize(("rank", "layers"), [(0, 3), (1, 1)])
+def test_slots_of_several_sizes_as_documented(rank: int, layers: int) -> None:
+    """All ranks have as many units, which are of each rank's own size."""
+    files = committed("stages")
+    manifest = json.loads(files["store.json"])
+    assert manifest["version"] == 7
+    assert manifest["shapes"][rank] == {"layers": layers, "payload_bytes": PAYLOAD}
+    mine = (
+        files
+        if rank == 0
+        else files | {f"device{d}.data": files[f"device{d}.rank1.data"] for d in range(2)}
+    )
+    whole = HEADER + layers * PAGE
+    size = -(-whole // 2 // 4096) * 4096
+    for device in range(2):
+        block = mine[f"device{device}.data"][:4096]
+        constants: dict[str, Value] = {"version": 7, "rank": rank, "layers": layers}
+        found = fields("Superblock", block, constants | {"unit_bytes": size})
+        assert found["device"] == manifest["devices"][device]["files"][rank]
+        units = 144 + int(found["text_bytes"])
+        assert block[units : units + 4] == (2).to_bytes(4, "little")
+        assert block[units + 4 : -8] == bytes(4096 - 8 - units - 4)
+    for slot in (0, 1, 3):
+        data = documented_slot(mine, slot, units=((size, 0), (size, 1)), unit_bytes=size)
+        header = {"rank": rank, "slot": slot, "pages": layers}
+        fields("Slot header", data[:HEADER], header)
+        sums = np.frombuffer(data, "<u8", layers, 128).tolist()
+        for number in range(layers):
+            payload = data[HEADER + number * PAGE :][:PAYLOAD]
+            first = 31 * slot + 7 * number + 13 * rank
+            assert payload[:300] == bytes((i + first) % 251 for i in range(300))
             assert xxhash.xxh3_64_intdigest(payload) == sums[number]
 
 
