@@ -18,8 +18,9 @@ import os
 import random
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,8 +37,12 @@ from vllm_ssdkv.store.index.slot_index import SlotIndex
 from vllm_ssdkv.store.open import StorePlace, open_index, open_rank
 from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.read.load_job import LoadJob
+from vllm_ssdkv.store.tiered_store import TieredStore
 
 GEOMETRY = SlotGeometry("paged", layers=2, heads=2, groups=1, payload_bytes=65000)
+STAGES: Final = tuple(SlotGeometry("opaque", layers, 1, 1, 65000) for layers in (9, 2))
+"""Slots of a pipeline: those of the second stage alone would have one unit, the first's two."""
+
 BLOCK_TOKENS = 32
 CHAIN = 4
 DROP_EVERY = 13
@@ -50,10 +55,10 @@ def key_of(number: int) -> bytes:
     return hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest()
 
 
-def content(number: int) -> NDArray[np.uint8]:
+def content(number: int, rank: int, geometry: SlotGeometry) -> NDArray[np.uint8]:
     """Payloads that belong to a block, [pages, payload_bytes]."""
-    shape = (GEOMETRY.pages, GEOMETRY.payload_bytes)
-    return np.random.default_rng(number).integers(0, 256, shape, dtype=np.uint8)
+    shape = (geometry.pages, geometry.payload_bytes)
+    return np.random.default_rng([number, rank]).integers(0, 256, shape, dtype=np.uint8)
 
 
 def say(kind: str, what: object) -> None:
@@ -61,12 +66,77 @@ def say(kind: str, what: object) -> None:
     os.write(sys.stdout.fileno(), f"{kind} {what}\n".encode())
 
 
-class Victim:
-    """Worker and scheduler of one store."""
+class Worker:
+    """One rank's half of the store."""
 
-    def __init__(self, devices: list[str], state_dir: str, *, encrypted: bool):
+    def __init__(self, place: StorePlace, rank: int, counters: Counters):
+        self.rank, self.geometry = rank, place.geometries[rank]
+        self.opened: OpenStore = open_rank(place, rank, counters)
+        self.copied: dict[int, NDArray[np.uint8]] = {}
+        kind = ContextStore if self.geometry.kind == "paged" else TieredStore
+        self.store: TieredStore = kind(
+            self.opened.files,
+            self.opened.arena,
+            self.opened.plan,
+            self.opened.num_slots,
+            BLOCK_TOKENS,
+            self._copy_in,
+            scrub_rate=place.config.io.scrub_rate,
+        )
+        # Not only when the store rests: kills, writes and the scrub shall meet.
+        assert self.store._scrubber is not None
+        self.store._scrubber._idle = lambda: True
+
+    def _payloads(self, frame: int) -> NDArray[np.uint8]:
+        shape = self.geometry
+        pages = self.store.frames.view(frame)[shape.header_bytes :]
+        return pages.reshape(shape.pages, shape.page_bytes)[:, : shape.payload_bytes]
+
+    def _copy_in(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
+        for frame, block in zip(frames.tolist(), block_ids.tolist(), strict=True):
+            self.copied[block] = self._payloads(frame).copy()
+
+    def write(self, slots: NDArray[np.int64], epochs: NDArray[np.int64], told: list[int]) -> None:
+        """Write blocks into slots."""
+        done = 0
+        while done < len(slots):
+            frames = self.store.reserve_frames(slots[done:], wait=True)
+            assert len(frames), "no frame in time"
+            part = slice(done, done + len(frames))
+            for frame, number in zip(frames.tolist(), told[part], strict=True):
+                self._payloads(frame)[:] = content(number, self.rank, self.geometry)
+            self.store.flush(slots[part], epochs[part], [key_of(n) for n in told[part]])
+            done += len(frames)
+
+    def load(self, numbers: list[int], slots: NDArray[np.int64], epochs: NDArray[np.int64]) -> None:
+        """Read blocks, and compare them."""
+        self.copied.clear()
+        blocks = np.arange(1, len(numbers) + 1, dtype=np.int64)
+        self.store.load(LoadJob("all", slots, epochs, tuple(map(key_of, numbers)), blocks))
+        outcomes = until(self.store.take_load_outcomes, "the load hangs", seconds=PATIENCE_S)
+        assert outcomes[0].complete, outcomes
+        assert outcomes[0].bad == []
+        for block, number in enumerate(numbers, start=1):
+            expected = content(number, self.rank, self.geometry)
+            np.testing.assert_array_equal(self.copied[block], expected)
+
+    def close(self) -> None:
+        self.store.close()
+        self.opened.close()
+
+
+class Victim:
+    """Workers and scheduler of one store.
+
+    ``staged``: it is a pipeline's, and each block is written by one stage after another has told of
+    it, now of the larger one and now of the smaller one.
+    """
+
+    def __init__(
+        self, devices: list[str], state_dir: str, *, encrypted: bool = False, staged: bool = False
+    ):
         options: dict[str, object] = {
-            "mode": "page",
+            "mode": "reuse" if staged else "page",
             "devices": [{"path": path, "capacity": "16MiB", "weight": 1} for path in devices],
             "state_dir": state_dir,
             "dram_gib": "18MiB" if encrypted else "16MiB",
@@ -78,39 +148,24 @@ class Victim:
         config = SSDKVConfig.from_extra_config(options)
         # Rewrites of the journal must be among the moments of a kill.
         vars(opening)["Journal"] = functools.partial(Journal, slack_records=64)
-        geometry = replace(GEOMETRY, encrypted=encrypted)
-        place = StorePlace(config, [geometry], Fingerprint({"model": "none"}))
+        shapes = STAGES if staged else (GEOMETRY,)
+        geometries = [replace(one, encrypted=encrypted) for one in shapes]
+        place = StorePlace(config, geometries, Fingerprint({"model": "none"}))
         self.counters = Counters()
-        self.opened: OpenStore = open_rank(place, 0, self.counters)
+        self.workers = [Worker(place, rank, self.counters) for rank in range(len(geometries))]
+        self.store = self.workers[0].store
         self.index: SlotIndex
         self.index, self.rebalancer = open_index(place)
         assert self.index._journal is not None
         self.journal: Journal = self.index._journal
-        self.copied: dict[int, NDArray[np.uint8]] = {}
-        self.store = ContextStore(
-            self.opened.files,
-            self.opened.arena,
-            self.opened.plan,
-            self.opened.num_slots,
-            BLOCK_TOKENS,
-            self._copy_in,
-            scrub_rate=config.io.scrub_rate,
-        )
-        # Not only when the store rests: kills, writes and the scrub shall meet.
-        assert self.store._scrubber is not None
-        self.store._scrubber._idle = lambda: True
         self.under_way: dict[int, int] = {}
+        self.told: Counter[int] = Counter()
+        """Number of workers that have told that a slot is written."""
+        self.waiting: list[tuple[Worker, NDArray[np.int64], list[int]]] = []
+        """Writes that begin when another worker has told of the same blocks."""
         self.newest: list[int] = []
         """Blocks that became durable a short while ago."""
-        self.reads = 0
-
-    def _payloads(self, frame: int) -> NDArray[np.uint8]:
-        pages = self.store.frames.view(frame)[self.opened.files.geometry.header_bytes :]
-        return pages.reshape(GEOMETRY.pages, GEOMETRY.page_bytes)[:, : GEOMETRY.payload_bytes]
-
-    def _copy_in(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
-        for frame, block in zip(frames.tolist(), block_ids.tolist(), strict=True):
-            self.copied[block] = self._payloads(frame).copy()
+        self.reads = self.apart = 0
 
     # ---- after a kill ----
 
@@ -128,22 +183,9 @@ class Victim:
         return numbers
 
     def _load(self, numbers: list[int], slots: NDArray[np.int64]) -> None:
-        self.copied.clear()
         self.index.pin(slots)
-        self.store.load(
-            LoadJob(
-                "all",
-                slots,
-                self.index.epochs(slots),
-                tuple(map(key_of, numbers)),
-                np.arange(1, len(numbers) + 1, dtype=np.int64),
-            )
-        )
-        outcomes = until(self.store.take_load_outcomes, "the load hangs", seconds=PATIENCE_S)
-        assert outcomes[0].complete, outcomes
-        assert outcomes[0].bad == []
-        for block, number in enumerate(numbers, start=1):
-            np.testing.assert_array_equal(self.copied[block], content(number))
+        for worker in self.workers:
+            worker.load(numbers, slots, self.index.epochs(slots))
         # One by one: as a chain they would be entered the other way round.
         for slot in slots.tolist():
             self.index.unpin(np.array([slot], dtype=np.int64))
@@ -153,16 +195,9 @@ class Victim:
     def start(self, numbers: list[int]) -> None:
         """Store blocks as a step of the engine does."""
         slots = self.index.allocate(len(numbers))
-        done = 0
-        while done < len(slots):
-            frames = self.store.reserve_frames(slots[done:], wait=True)
-            assert len(frames), "no frame in time"
-            part = slice(done, done + len(frames))
-            for frame, number in zip(frames.tolist(), numbers[part], strict=True):
-                self._payloads(frame)[:] = content(number)
-            keys = [key_of(n) for n in numbers[part]]
-            self.store.flush(slots[part], self.index.epochs(slots[part]), keys)
-            done += len(frames)
+        first, *others = self.workers if numbers[0] // CHAIN % 2 else self.workers[::-1]
+        first.write(slots, self.index.epochs(slots), numbers)
+        self.waiting += [(other, slots, numbers) for other in others]
         for slot, number in zip(slots.tolist(), numbers, strict=True):
             assert self.index.publish(slot, key_of(number))
             self.under_way[slot] = number
@@ -181,14 +216,29 @@ class Victim:
 
     def finish(self) -> None:
         """Report what was written."""
-        durable, failed = self.store.take_write_results()
-        assert not failed, failed
-        # A slot that was overwritten between two reads is reported with the epoch it had before.
-        bad = [(s, e) for s, e in self.store.take_scrubbed() if e == self.index.epoch(s)]
-        assert not bad, bad
-        self._tell_of_loss()
+        for worker in self.workers:
+            durable, failed = worker.store.take_write_results()
+            assert not failed, failed
+            # A slot that was overwritten between two reads is reported with its epoch of before.
+            bad = [(s, e) for s, e in worker.store.take_scrubbed() if e == self.index.epoch(s)]
+            assert not bad, bad
+            self._tell_of_loss()
+            self._written(durable)
+        due = [one for one in self.waiting if self.told.keys() >= set(one[1].tolist())]
+        for one in due:
+            self.waiting.remove(one)
+            worker, slots, numbers = one
+            worker.write(slots, self.index.epochs(slots), numbers)
+
+    def _written(self, durable: list[tuple[int, int]]) -> None:
+        """A worker has written slots, each given with its epoch."""
         for slot, epoch in durable:
             assert epoch == self.index.epoch(slot)
+            self.told[slot] += 1
+            if self.told[slot] < len(self.workers):
+                self.apart += 1
+                continue
+            del self.told[slot]
             number = self.under_way.pop(slot)
             self.index.durable(slot)
             self._tell_of_loss()
@@ -221,6 +271,7 @@ class Victim:
             "rewrites": counts["journal_rewrites"],
             "scrubbed": self.counters.total("scrub_bytes"),
             "reads": self.reads,
+            "apart": self.apart,
         }
 
     def run(self, number: int, window: int) -> None:
@@ -242,15 +293,16 @@ class Victim:
 
     def close(self) -> None:
         """End as an engine does that nobody killed."""
-        self.store.close()
-        self.opened.close()
+        for worker in self.workers:
+            worker.close()
         assert self.rebalancer.close()
         assert self.index.close()
 
 
 def main() -> None:
     task: dict[str, Any] = json.load(sys.stdin)
-    victim = Victim(task["devices"], task["state_dir"], encrypted=task["encrypted"])
+    kinds = {"encrypted": task["encrypted"], "staged": task["staged"]}
+    victim = Victim(task["devices"], task["state_dir"], **kinds)
     say("V", json.dumps(victim.recovered(task["candidates"])))
     say("N", victim.index.num_slots)
     if task["window"]:

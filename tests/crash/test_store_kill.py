@@ -73,6 +73,7 @@ class Ledger:
     state_dir: str
     log: Path
     encrypted: bool = False
+    staged: bool = False
     known: list[int] = field(default_factory=list)
     """Blocks that may be found, the oldest first."""
     required: set[int] = field(default_factory=set)
@@ -99,13 +100,15 @@ class Ledger:
         assert names == {"journal", "store.json", "store.json.copy", self.log.name}
         for device in self.devices:
             names = {path.name for path in Path(device).iterdir()}
-            assert names == {"rank0.data", "store.json.copy"}
+            data = {f"rank{rank}.data" for rank in range(2 if self.staged else 1)}
+            assert names == {*data, "store.json.copy"}
 
     def _run(self, window: int, blocks: int | None, delay_s: float) -> Life:
         task = {
             "devices": self.devices,
             "state_dir": self.state_dir,
             "encrypted": self.encrypted,
+            "staged": self.staged,
             "candidates": self.known,
             "first": self.next_number,
             "window": window,
@@ -219,10 +222,13 @@ class Ledger:
             self.required = set() if life.lost else set(newest) - life.dropped
 
 
-def kill(devices: list[Path], rounds: int, seed: int, *, encrypted: bool = False) -> Ledger:
+def kill(
+    devices: list[Path], rounds: int, seed: int, *, encrypted: bool = False, staged: bool = False
+) -> Ledger:
     """Kill a victim again and again over the same store."""
     *data, state = devices
-    ledger = Ledger([str(path) for path in data], str(state), state / "victim.log", encrypted)
+    log = state / "victim.log"
+    ledger = Ledger([str(path) for path in data], str(state), log, encrypted, staged)
     source = random.Random(seed)
     for number in range(rounds):
         if number % 5 == 4:
@@ -251,9 +257,19 @@ def test_a_killed_encrypted_store_keeps_its_promises(tmp_devices: Devices) -> No
     assert min(ledger.done[what] for what in MIX) > 0
 
 
+def test_kills_between_the_writes_of_uneven_stages(tmp_devices: Devices) -> None:
+    """A block that one stage has written and the other has not is not found, and leaves nothing."""
+    ledger = kill(tmp_devices(3), ROUNDS // 5, seed=3, encrypted=True, staged=True)
+    assert min(ledger.recovered, ledger.checked) > 0
+    assert min(ledger.done[what] for what in (*MIX, "apart")) > 0
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
-def test_kills_of_a_store(tmp_devices: Devices, soak_rounds: int, encrypted: bool) -> None:
+@pytest.mark.parametrize("staged", [False, True], ids=["one rank", "two stages"])
+def test_kills_of_a_store(
+    tmp_devices: Devices, soak_rounds: int, encrypted: bool, staged: bool
+) -> None:
     seed = random.randrange(1 << 30)
-    ledger = kill(tmp_devices(3), 2 * soak_rounds, seed, encrypted=encrypted)
+    ledger = kill(tmp_devices(3), 2 * soak_rounds, seed, encrypted=encrypted, staged=staged)
     assert min(ledger.done[what] for what in MIX) > soak_rounds // 2

@@ -18,6 +18,7 @@ from tests.crash.store_victim import CHAIN, GEOMETRY, Victim, key_of
 from tests.kit.waiting import until
 from vllm_ssdkv.store import open as opening
 from vllm_ssdkv.store.cache.frames import FrameState
+from vllm_ssdkv.store.context_store import ContextStore
 
 REQUEST = "long"
 SAMPLES = 12
@@ -53,7 +54,7 @@ class Work:
     """Everything that a store does, over and over, with a check of what is read."""
 
     def __init__(self, devices: list[Path], state: Path) -> None:
-        self.victim = Victim([str(path) for path in devices], str(state), encrypted=False)
+        self.victim = Victim([str(path) for path in devices], str(state))
         self.source = random.Random(1)
         self.number = 0
         self.streamed = 0
@@ -82,6 +83,7 @@ class Work:
     def read(self, known: list[tuple[int, int]]) -> None:
         """A request: its hit is loaded and compared, then its context is streamed."""
         victim, store = self.victim, self.victim.store
+        assert isinstance(store, ContextStore)
         slots = np.array([slot for _, slot in known], dtype=np.int64)
         victim.index.pin(slots)
         store.extend_context(REQUEST, 0, slots)
