@@ -89,6 +89,7 @@ class FilledStore:
             | self.options
         )
         geometries = self.stages or (self.geometry,) * self.ranks
+        geometries = tuple(replace(one, encrypted=self.encrypted) for one in geometries)
         return StorePlace(config, geometries, MODEL, model="some/model")
 
     @property

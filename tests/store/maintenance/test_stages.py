@@ -12,12 +12,14 @@ import pytest
 
 from tests.conftest import disk_directory
 from tests.store.checked_store import SLOTS, check, copied, make, mended
-from tests.store.filled_store import FilledStore, flip
+from tests.store.filled_store import FilledStore, flip, loop_devices
 from vllm_ssdkv.base.errors import StoreError
+from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.store.devices.data_file import peek_superblock
 from vllm_ssdkv.store.format.manifest import COPY, NAME, Manifest
 from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES, SlotGeometry
 from vllm_ssdkv.store.maintenance.fsck import examined
+from vllm_ssdkv.store.open import open_rank
 
 ROOM = 64 << 20
 MORE: dict[str, Any] = {"capacity": ROOM, "options": {"dram_gib": "64MiB"}}
@@ -26,12 +28,15 @@ STAGES = tuple(SlotGeometry("opaque", layers, 1, 1, 66_000) for layers in LAYERS
 """Slots of two units, of which the smaller ranks alone would have one."""
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=["one copy", "two copies", "encrypted"])
 def original(request: pytest.FixtureRequest) -> Iterator[FilledStore]:
-    """Stores with one copy of each block, and with two."""
+    """Stores with one copy of each block, with two, and with encrypted ones."""
     with tempfile.TemporaryDirectory(prefix="ssdkv-stages-", dir=disk_directory()) as root:
-        ranks = len(STAGES)
-        yield make(Path(root), stages=STAGES, ranks=ranks, replicas=request.param, **MORE)
+        kind = {
+            "replicas": 1 + (request.param == "two copies"),
+            "encrypted": request.param == "encrypted",
+        }
+        yield make(Path(root), stages=STAGES, ranks=len(STAGES), **kind, **MORE)
 
 
 @pytest.fixture
@@ -105,6 +110,13 @@ def test_without_a_manifest_the_superblocks_name_the_store(store: FilledStore) -
     assert after is not None
     assert after.store == before.store
     assert after.geometries == before.geometries
+
+
+def test_a_raw_block_device_has_room_for_one_stage(tmp_path: Path) -> None:
+    with loop_devices(tmp_path, 1) as devices:
+        store = FilledStore(tuple(devices), tmp_path / "state", SLOTS, stages=STAGES)
+        with pytest.raises(StoreError, match=r"serves one rank; for several workers make a file"):
+            open_rank(store.place, 1, Counters())
 
 
 def test_other_stages_are_refused(store: FilledStore) -> None:

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.index.slot_index import SlotIndex
 from vllm_ssdkv.store.index_metrics import IndexMetrics
 from vllm_ssdkv.store.maintenance.catalog import summarize
@@ -49,9 +50,13 @@ def home(
     return root / "ssdkv"
 
 
-def place(tp_size: int = 1, **options: Any) -> StorePlace:  # noqa: ANN401 - any option
-    given = {"mode": "page", "dram_gib": "40MiB", "io": {"staging": "4MiB"}} | options
-    return StorePlace(SSDKVConfig.from_extra_config(given), [PAGED] * tp_size, MODEL, run="")
+def place(
+    shapes: Sequence[SlotGeometry] = (PAGED,),
+    **options: Any,  # noqa: ANN401 - any option
+) -> StorePlace:
+    mode = "page" if shapes[0].kind == "paged" else "reuse"
+    given = {"mode": mode, "dram_gib": "40MiB", "io": {"staging": "4MiB"}} | options
+    return StorePlace(SSDKVConfig.from_extra_config(given), shapes, MODEL, run="")
 
 
 def grow(rebalancer: Rebalancer) -> None:
@@ -89,10 +94,20 @@ def used(home: Path) -> int:
     return sum(file.stat().st_blocks * 512 for file in home.rglob("*"))
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_it_starts_small_and_grows_to_its_limit(home: Path, opened: Opened, tp_size: int) -> None:
-    where = place(tp_size)
-    stores = [opened(where, rank) for rank in range(tp_size)]
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [PAGED],
+        [PAGED, PAGED],
+        [SlotGeometry("opaque", layers, 1, 1, 8192) for layers in (9, 2, 13)],
+    ],
+    ids=["one rank", "two ranks", "stages"],
+)
+def test_it_starts_small_and_grows_to_its_limit(
+    home: Path, opened: Opened, shapes: list[SlotGeometry]
+) -> None:
+    where, ranks = place(shapes), range(len(shapes))
+    stores = [opened(where, rank) for rank in ranks]
     assert data_bytes(home) < LIMIT // 8
     index, rebalancer = open_index(where)
     assert rebalancer.growth is not None
@@ -106,8 +121,9 @@ def test_it_starts_small_and_grows_to_its_limit(home: Path, opened: Opened, tp_s
             store.files.placement.change(segments)
         sizes.append(rebalancer.placement.slots)
         assert used(home) <= LIMIT
-        needed = rebalancer.placement.device_bytes(0)
-        assert {f.stat().st_size for f in home.rglob("*.data")} == {needed}
+        for rank, store in enumerate(stores):
+            (data,) = home.rglob(f"rank{rank}.data")
+            assert data.stat().st_size == store.files.placement.device_bytes(0)
 
     keys = store_until_full(index, rebalancer, seen)
     assert len(sizes) > 10
@@ -121,8 +137,8 @@ def test_it_starts_small_and_grows_to_its_limit(home: Path, opened: Opened, tp_s
     for store in stores:
         close(store)
     # A restart has all of it, and has nothing to grow.
-    stores = [opened(place(tp_size), rank) for rank in range(tp_size)]
-    index, rebalancer = open_index(place(tp_size))
+    stores = [opened(place(shapes), rank) for rank in ranks]
+    index, rebalancer = open_index(place(shapes))
     assert found(index, keys) == set(keys)
     grow(rebalancer)
     assert rebalancer.placement.slots == len(keys)
