@@ -90,6 +90,7 @@ class RecordPlan:
     """One engine's life: all documents that are missing, one after the other.
 
     Attributes:
+        model: Path of the model's directory.
         directory: Of the traces.
         store: Of the KV, removed afterwards.
         layers: Numbers of those that are recorded.
@@ -119,9 +120,12 @@ class RecordPlan:
         return json.dumps(asdict(self))
 
     def settings(self) -> dict[str, Any]:
-        """Settings that all traces of a directory have in common."""
+        """Settings that all traces of a directory have in common.
+
+        The model by the name of its directory, whose place on this machine is nobody's matter.
+        """
         return {
-            "model": self.model,
+            "model": Path(self.model).name,
             "layers": list(self.layers),
             "tokens": self.tokens,
             "prompt": self.prompt,

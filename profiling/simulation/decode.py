@@ -10,7 +10,7 @@ while the next ones are computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias
 
 import simpy
@@ -57,6 +57,8 @@ class System:
         relay: Bytes/s of a copy in DRAM. All of a layer comes through it, after the drives and
             before the link: none of the three works beside another. None: no such copy.
         overlaps: Whether copies run beside computing; else one thing is done at a time.
+        mini_batches: Parts of the batch. Drives attend for one of them while the accelerator
+            computes for another, which reads the weights once for each part.
         rest_s: Seconds of a step that nothing here explains.
     """
 
@@ -73,6 +75,7 @@ class System:
     writes_first: bool = False
     relay: float | None = None
     overlaps: bool = True
+    mini_batches: int = 1
     rest_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -87,12 +90,17 @@ class System:
             raise ConfigError(
                 f"{self.name}: writes_first, whole_kv_back: one of both, not rows and everything"
             )
+        if self.mini_batches > 1 and (self.weights == "dram" or not self.overlaps):
+            raise ConfigError(
+                f"{self.name}: mini_batches: need weights in hbm, and copies beside computing"
+            )
         if self.relay is not None and self.relay <= 0:
             raise ConfigError(f"{self.name}: relay: got {self.relay}; bytes/s above 0, or none")
         for name in ("near_share", "read_share", "x_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{self.name}: {name}: got {getattr(self, name)}; 0 to 1")
-        for name, least in (("ahead", 1), ("spill_tokens", 1), ("rest_s", 0)):
+        least_of = {"ahead": 1, "spill_tokens": 1, "mini_batches": 1, "rest_s": 0}
+        for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ConfigError(
                     f"{self.name}: {name}: got {getattr(self, name)}; at least {least}"
@@ -180,7 +188,8 @@ class _Run:
         self.env = simpy.Environment()
         self.system = system
         self.on = setting
-        self.work = _Work(system, setting)
+        # Work of one part of the batch.
+        self.work = _Work(system, _part(setting, system.mini_batches))
         self.gpu = Server(self.env, "gpu")
         # The link to the accelerator, and the one that all drives share before it.
         self.up, self.down = Server(self.env, "link up"), Server(self.env, "link down")
@@ -201,11 +210,13 @@ class _Run:
 
     def decode(self) -> StepResult:
         """Run a decode step."""
-        kv, begun = self._events(), self._events()
-        if self.system.overlaps:
-            self.env.process(self._ahead(begun, kv, self._fetch))
-        writes: list[simpy.Event] = []
-        self.env.run(self.env.process(self._decode_layers(begun, kv, writes)))
+        parts, writes = [], list[simpy.Event]()
+        for _ in range(self.system.mini_batches):
+            kv, begun = self._events(), self._events()
+            if self.system.overlaps:
+                self.env.process(self._ahead(begun, kv, self._fetch))
+            parts.append(self.env.process(self._decode_layers(begun, kv, writes)))
+        self.env.run(self.env.all_of(parts))
         self.env.run(self.env.all_of(writes))
         return self._result(self.on.batch)
 
@@ -227,7 +238,8 @@ class _Run:
         for number, drive in enumerate(self.drives * self.alike):
             usage[f"drive {number}"] = drive.usage()
         up, down = usage[self.up.name].nbytes, usage[self.down.name].nbytes
-        theirs, own = (len(self.layers) * part for part in self.work.attended_bytes)
+        turns = len(self.layers) * self.system.mini_batches
+        theirs, own = (turns * part for part in self.work.attended_bytes)
         attended = Attended(theirs + own, theirs, self.longer_s, self.own_s, self.near_s)
         return StepResult(self.env.now, tokens, up, down, usage, attended)
 
@@ -414,6 +426,13 @@ class _Run:
         share = self.on.storage.shares[number] * self.work.prompt_bytes
         seconds = self.on.storage.devices[number].prompt_s(share)
         yield from self.drives[number].work(seconds, nbytes=share, order=order)
+
+
+def _part(setting: Setting, parts: int) -> Setting:
+    """The setting of one of equal parts of the batch. Raises ConfigError: they are not equal."""
+    if setting.batch % parts:
+        raise ConfigError(f"mini_batches: got {parts} for a batch of {setting.batch}; a divisor")
+    return replace(setting, batch=setting.batch // parts)
 
 
 class _Work:

@@ -14,6 +14,7 @@ from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.config.offload import DriveProfile
 from vllm_ssdkv.offload.testing.drive_timing import DRIVES as TIMINGS
 from vllm_ssdkv.offload.testing.drive_timing import DriveTiming
+from vllm_ssdkv.offload.testing.flash import FlashTiming
 from vllm_ssdkv.profiling.simulation.description import (
     DATA,
     Description,
@@ -103,24 +104,18 @@ class Flash(Description):
         return self.firmware_s + self.read_s + self.program_s
 
     def as_drive(self, name: str) -> Drive:
-        """The drive that it makes: the slowest of dies, channels and link.
-
-        A page occupies its die for reading and transfer, its channel for the transfer. IOPS are
-        those of whole pages.
+        """The drive that it makes: the slowest of dies, channels and link, by the product's model
+        of them. IOPS are those of whole pages.
         """
-        transfer = self.page_bytes / self.channel_bandwidth
-        dies = self.channels * self.dies
-        pages = min(
-            dies / (self.read_s + transfer),
-            self.channels / transfer,
-            self.link_bandwidth / self.page_bytes,
-        )
-        programs = min(dies / (self.program_s + transfer), self.channels / transfer)
+        shape = self.channels, self.dies, self.page_bytes
+        reads = FlashTiming(*shape, self.read_s, self.channel_bandwidth)
+        programs = FlashTiming(*shape, self.program_s, self.channel_bandwidth)
+        bandwidth = min(reads.bandwidth, self.link_bandwidth)
         figures = {
-            "read_bandwidth": pages * self.page_bytes,
-            "write_bandwidth": min(programs * self.page_bytes, self.link_bandwidth),
-            "iops": pages,
-            "latency_s": self.firmware_s + self.read_s + transfer,
+            "read_bandwidth": bandwidth,
+            "write_bandwidth": min(programs.bandwidth, self.link_bandwidth),
+            "iops": bandwidth / self.page_bytes,
+            "latency_s": self.firmware_s + self.read_s + reads.transfer_s,
         }
         return Drive.model_validate(
             {"name": name, **figures, "sources": dict.fromkeys(figures, f"flash {self.name}")}

@@ -1,10 +1,9 @@
-"""Flash translation with two maps: pages that move as they are written, and blocks that are erased.
+"""Flash translation with several maps: pages that are written once, and blocks that are erased.
 
-KV is stored twice where drives select (InstInfer): token-major and channel-major pages. Each has a
-map of its own, and open blocks of its own, so that what is given up together is erased together. A
-page that is written again goes to the open block; its old place is stale. When too few blocks are
-free, the one with the fewest live pages is emptied: its live pages are written again, which is
-write amplification, and wear.
+Each map has open blocks of its own, so that pages of one map are erased together. A page that is
+written again goes to the open block; its old place is stale. Blocks without a live page are erased
+in idle time. When too few blocks are free, the one with the fewest live pages is emptied: its live
+pages are written again, which is write amplification, and wear.
 """
 
 from __future__ import annotations
@@ -14,14 +13,12 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_ssdkv.base.errors import ConfigError
 
 NOWHERE: Final = -1
 SPARE_BLOCKS: Final = 2
-"""Free blocks, for each map, below which one is emptied."""
-DAYS_PER_YEAR: Final = 365.25
+"""Free blocks below which one is emptied; each map has an open one beside them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +28,14 @@ class FlashCounts:
     Attributes:
         written: Pages that the host wrote.
         programmed: Pages that were programmed, those of emptied blocks included.
-        erases: Of blocks.
-        most_erases: Of one block.
+        erases: Blocks that were erased while a write waited.
+        idle_erases: Blocks that were erased in idle time.
     """
 
     written: int
     programmed: int
     erases: int
-    most_erases: int
+    idle_erases: int
 
     @property
     def write_amplification(self) -> float:
@@ -56,19 +53,18 @@ class Translation:
     """
 
     def __init__(self, blocks: int, block_pages: int, logical: dict[str, int]) -> None:
-        """``logical``: pages of each map.
+        """``logical``: pages of each map. They may be more than the flash has, if never all are
+        written.
 
         Raises:
-            ConfigError: sizes below 1, or maps larger than the flash less the spare blocks.
+            ConfigError: sizes below 1, or fewer blocks than an open one for each map and the spare
+                ones.
         """
-        spare = (SPARE_BLOCKS + 1) * len(logical)
-        room = (blocks - spare) * block_pages
         if block_pages < 1 or not logical or min(logical.values()) < 1:
             raise ConfigError(f"flash: got {block_pages} pages a block, maps {logical}; at least 1")
-        if sum(logical.values()) > room:
+        if blocks <= (least := len(logical) + SPARE_BLOCKS):
             raise ConfigError(
-                f"flash: maps of {sum(logical.values())} pages; {blocks} blocks less {spare} spare "
-                f"ones have {max(0, room)}: take more blocks or smaller maps"
+                f"flash: got {blocks} blocks for {len(logical)} maps; give more than {least}"
             )
         self._block_pages = block_pages
         self._maps = {name: np.full(pages, NOWHERE, np.int64) for name, pages in logical.items()}
@@ -77,7 +73,7 @@ class Translation:
         # Map of each block that is in use.
         self._name_of: dict[int, str] = {}
         self._live = np.zeros(blocks, np.int64)
-        self._erases = np.zeros(blocks, np.int64)
+        self._erases = self._idle_erases = 0
         self._free = list(range(blocks - 1, -1, -1))
         self._open: dict[str, tuple[int, int]] = {}
         self._written = self._programmed = 0
@@ -85,12 +81,14 @@ class Translation:
     @property
     def counts(self) -> FlashCounts:
         """Work until now."""
-        return FlashCounts(
-            self._written, self._programmed, int(self._erases.sum()), int(self._erases.max())
-        )
+        return FlashCounts(self._written, self._programmed, self._erases, self._idle_erases)
 
     def write(self, name: str, pages: Iterable[int]) -> None:
-        """Write logical pages of a map, in this order."""
+        """Write logical pages of a map, in this order.
+
+        Raises:
+            ConfigError: every block is full of live pages.
+        """
         for page in pages:
             self._drop(name, page)
             self._append(name, page)
@@ -102,14 +100,17 @@ class Translation:
         for page in pages:
             self._drop(name, page)
 
+    def reclaim(self) -> None:
+        """Erase every full block without a live page, as a drive does in idle time."""
+        used = self._name_of.keys() - self._open_blocks()
+        for block in sorted(one for one in used if not self._live[one]):
+            self._erase(block)
+            self._idle_erases += 1
+
     def place(self, name: str, page: int) -> tuple[int, int] | None:
         """Block and page of flash where a logical page lies; None: nowhere."""
         found = int(self._maps[name][page])
         return None if found == NOWHERE else divmod(found, self._block_pages)
-
-    def live(self) -> NDArray[np.int64]:
-        """Live pages of each block."""
-        return self._live.copy()
 
     def _drop(self, name: str, page: int) -> None:
         place = self.place(name, page)
@@ -121,6 +122,8 @@ class Translation:
     def _append(self, name: str, page: int) -> None:
         block, used = self._open.get(name, (NOWHERE, self._block_pages))
         if used == self._block_pages:
+            if not self._free:
+                raise ConfigError("flash: all blocks are full of live pages; give it more blocks")
             block, used = self._free.pop(), 0
         self._owner[block, used] = page
         self._name_of[block] = name
@@ -131,7 +134,7 @@ class Translation:
 
     def _collect(self) -> None:
         """Empty blocks until enough are free, those with the fewest live pages first."""
-        while len(self._free) <= SPARE_BLOCKS * len(self._maps):
+        while len(self._free) <= SPARE_BLOCKS:
             closed = [block for block in self._name_of if block not in self._open_blocks()]
             victim = min(closed, key=lambda block: self._live[block], default=NOWHERE)
             if victim == NOWHERE or self._live[victim] == self._block_pages:
@@ -140,24 +143,13 @@ class Translation:
             for page in self._owner[victim][self._owner[victim] != NOWHERE].tolist():
                 self._drop(name, page)
                 self._append(name, page)
-            self._owner[victim] = NOWHERE
-            self._erases[victim] += 1
-            del self._name_of[victim]
-            self._free.insert(0, victim)
+            self._erase(victim)
+            self._erases += 1
+
+    def _erase(self, block: int) -> None:
+        self._owner[block] = NOWHERE
+        del self._name_of[block]
+        self._free.insert(0, block)
 
     def _open_blocks(self) -> set[int]:
         return {block for block, used in self._open.values() if used < self._block_pages}
-
-
-def life_years(endurance_bytes: float, daily_bytes: float, amplification: float = 1.0) -> float:
-    """Years that a drive lasts.
-
-    ``endurance_bytes``: that a host may write, as data sheets say it, with an amplification of 1.
-    ``amplification``: of the writes that it gets.
-    """
-    if min(endurance_bytes, daily_bytes) <= 0 or amplification < 1:
-        raise ConfigError(
-            f"life: got {endurance_bytes} bytes, {daily_bytes} a day, times {amplification}; bytes "
-            "above 0, and an amplification of 1 or more"
-        )
-    return endurance_bytes / (daily_bytes * amplification * DAYS_PER_YEAR)

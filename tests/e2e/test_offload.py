@@ -23,7 +23,10 @@ from tests.store.unhurried import open_unhurried_engines
 from vllm_ssdkv.config.offload import OffloadFault
 from vllm_ssdkv.offload.host import HostDevice
 from vllm_ssdkv.offload.offloader import Offloader
+from vllm_ssdkv.offload.testing.drive_timing import DRIVES
 from vllm_ssdkv.offload.testing.faulty import FaultyDevice
+from vllm_ssdkv.offload.testing.flash import BLOCK_BYTES
+from vllm_ssdkv.offload.testing.throttled_drives import ThrottledDrives
 
 NAMES = ["sparf", "adaptive", "swarm", "window", "exact", "eighth", "tokens", "clusters"]
 
@@ -108,6 +111,24 @@ def test_no_share_changes_a_token(
         assert near.run(NAMES) == wanted
     assert (near.count("offload_tickets") > before) == (share != 0.0)
     assert (near.count("offload_steps", by="both") > both) == (share != 0.0)
+    near.assert_clean()
+
+
+def test_drives_of_a_paper_with_their_flash(near: Near, wanted: dict[str, tuple[int, ...]]) -> None:
+    """The same tokens; and slots that are written anew wait to be erased, half on each drive."""
+    device = ThrottledDrives(HostDevice(1), DRIVES["instinfer"], 2, slot_bytes=BLOCK_BYTES)
+    with near.device(Offloader(device, 30.0, near.worker.counters)):
+        assert near.run(NAMES) == wanted
+        before = [erasure.stale + erasure.erased for erasure in device.erasures]
+        near.texts, near.asked = {"new": prompts((512,), 4711)[0]}, {"new": {"selector": "exact"}}
+        try:
+            near.run(["new"])
+            near.engine.settle()
+        finally:
+            near.texts, near.asked = PROMPTS, ASKED
+    after = [erasure.stale + erasure.erased for erasure in device.erasures]
+    blocks = 512 // near.engine.block
+    assert [now - then for now, then in zip(after, before, strict=True)] >= [blocks / 2] * 2
     near.assert_clean()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -23,21 +25,20 @@ from vllm_ssdkv.offload.offloader import Offloader, Outcome
 from vllm_ssdkv.offload.open import open_offloader
 from vllm_ssdkv.offload.protocol import ContextKernels, ContextWork, DeviceSetup
 from vllm_ssdkv.offload.testing.drive_timing import DRIVES, DriveTiming
+from vllm_ssdkv.offload.testing.flash import BLOCK_BYTES, ERASE_S, FlashTiming
 from vllm_ssdkv.offload.testing.throttled_drives import ThrottledDrives
 
 LAYOUT = BlockLayout.unpadded(16, 16, 2, 128, torch.bfloat16)
 """Pages of 8 KiB: two of flash."""
 HEADS, BLOCKS = 4, 11
 SLOW = DriveTiming(
-    channels=2,
-    flash_bandwidth=4096.0,
-    page_bytes=4096,
+    FlashTiming(channels=2, dies=2, page_bytes=4096, read_s=3.5, channel_bandwidth=8192.0),
     latency_s=5.0,
     attend_bandwidth=None,
     write_bandwidth=4096.0,
     link_bandwidth=1.0,
 )
-"""A page takes a channel two seconds, and a write one."""
+"""A page takes a channel two seconds: its die four, of which there are two. A write takes one."""
 
 
 class Contexts:
@@ -107,14 +108,14 @@ class Contexts:
 
 
 class Counting(ThrottledDrives):
-    """Tells how many pages of flash each drive reads."""
+    """Tells how many pages of flash each drive reads from each channel."""
 
     def __init__(self, inner: HostDevice, timing: DriveTiming, drives: int):
         super().__init__(inner, timing, drives)
-        self.seen: list[list[int]] = []
+        self.seen: list[NDArray[np.int64]] = []
 
-    def occupy(self, begun: float, pages: Sequence[int]) -> float:
-        self.seen.append(list(pages))
+    def occupy(self, begun: float, pages: NDArray[np.int64]) -> float:
+        self.seen.append(pages)
         return super().occupy(begun, pages)
 
 
@@ -137,9 +138,14 @@ def test_drives_attend_to_their_parts(drives: int, listed: bool) -> None:
     made = Offloader(device, 30.0, counters)
     got = attended(made, contexts)
     assert torch.allclose(got, want, atol=1e-5)
-    index = [*range(BLOCKS), *range(BLOCKS // 2)]
-    lists = index + [i for i in index if not listed or i % 2 == 0]
-    assert device.seen == [[2 * sum(i % drives == one for i in lists) for one in range(drives)]]
+    # A page of KV is one of flash of K and one of V; each head and both sides begin elsewhere.
+    want_pages = np.zeros((drives, 8), np.int64)
+    for head, i in itertools.product((0, 1), (*range(BLOCKS), *range(BLOCKS // 2))):
+        if head == 0 or not listed or i % 2 == 0:
+            for side in (0, 1):
+                want_pages[i % drives, (i // drives + 2 * head + side) % 8] += 1
+    assert len(device.seen) == 1
+    assert device.seen[0].tolist() == want_pages.tolist()
     # Each drive gets the queries, and sends states of its own.
     made.count_step()
     q, d = HEADS, LAYOUT.head_size
@@ -155,22 +161,22 @@ def test_a_block_that_rows_share_is_read_once() -> None:
     device = Counting(HostDevice(1), DRIVES["instinfer"], 1)
     ticket = device.submit(ContextWork(contexts.query, contexts, 1.0))
     assert ticket.wait(PATIENCE_S)
-    assert device.seen == [[BLOCKS * 2 * 2]]
+    assert device.seen[0].sum() == BLOCKS * 2 * 2
     assert device.close(PATIENCE_S)
 
 
 def test_times_of_the_papers_drives() -> None:
     assert set(DRIVES) == set(get_args(DriveProfile))
     one = DRIVES["instinfer"]
-    # A page of 4 KiB on one of eight channels, which reach 7.66 GB/s together.
-    assert one.page_s == pytest.approx(4.2778e-6, rel=1e-4)
-    assert one.read_bandwidth == pytest.approx(7.66e9)
-    assert one.attend_s(1) == one.attend_s(8) == one.page_s
-    assert one.attend_s(9) == 2 * one.page_s
+    # A page of 4 KiB on one of eight channels of eight dies.
+    assert one.read_bandwidth == one.flash.bandwidth
+    assert one.attend_s(1) == one.attend_s(8) == one.flash.page_s
+    assert one.attend_s(9) == 2 * one.flash.page_s
+    assert one.attend_pages_s([3, 0, 0, 5, 0, 0, 0, 0]) == 5 * one.flash.page_s
     assert one.flash_pages(1) == one.flash_pages(4096) == 1
     assert one.flash_pages(4097) == 2
     # A context of 4,096 tokens, 8 KiB per token and layer: 32 MiB.
-    assert one.attend_s(8192) == pytest.approx(32 * 2**20 / 7.66e9)
+    assert one.attend_s(8192) == pytest.approx(32 * 2**20 / one.read_bandwidth)
     smart = DRIVES["smartssd"]
     assert smart.read_bandwidth == pytest.approx(3.0e9)
     assert smart.attend_s(3) == pytest.approx(3 * 4096 / 3.0e9)
@@ -179,8 +185,9 @@ def test_times_of_the_papers_drives() -> None:
     assert smart.write_s(16) == pytest.approx(185e-6)
     assert one.write_s(8) == pytest.approx(8 * 4096 / 2.15e9)
     # Where the engine is slower than the flash, it is the limit.
-    slow = DriveTiming(8, 11.2e9, 4096, 0.0, 1e9, 1.0, 1.0)
+    slow = DriveTiming(one.flash, 0.0, 1e9, 1.0, 1.0)
     assert slow.attend_s(1000) == pytest.approx(4.096e-3)
+    assert slow.attend_pages_s([125] * 8) == pytest.approx(4.096e-3)
     assert slow.read_bandwidth == 1e9
 
 
@@ -188,18 +195,46 @@ def test_the_last_drive_ends_the_work() -> None:
     now = [100.0]
     device = ThrottledDrives(HostDevice(1), SLOW, 2, dilation=3.0, clock=lambda: now[0])
     # Four pages on two channels: two turns of 2 s; slower by three; then the latency.
-    assert device.occupy(100.0, [4, 2]) == 100.0 + 3 * (4 + 5)
-    # Drive 0 is occupied until 112, drive 1 until 106; latencies occupy nobody.
-    assert device.occupy(100.0, [0, 6]) == 106.0 + 3 * (6 + 5)
-    assert device.occupy(100.0, [2, 0]) == 112.0 + 3 * (2 + 5)
+    assert device.occupy(100.0, by_channel([2, 2], [1, 1])) == 100.0 + 3 * (4 + 5)
+    # Drive 0 is occupied until 112, drive 1 until 106; latencies occupy nobody. The channel with
+    # the most pages ends last.
+    assert device.occupy(100.0, by_channel([0, 0], [3, 1])) == 106.0 + 3 * (6 + 5)
+    assert device.occupy(100.0, by_channel([1, 1], [0, 0])) == 112.0 + 3 * (2 + 5)
     # A write of three pages: two on each drive at most, behind what they do.
     device.write(3)
-    assert device.occupy(100.0, [2, 0]) == 118.0 + 6 + 3 * (2 + 5)
-    assert device.occupy(1e4, [0, 0]) == 1e4
+    assert device.occupy(100.0, by_channel([1, 1], [0, 0])) == 118.0 + 6 + 3 * (2 + 5)
+    assert device.occupy(1e4, by_channel([0, 0], [0, 0])) == 1e4
     assert device.statistics().late == 0
     now[0] = 1e5
-    device.occupy(100.0, [1, 1])
+    device.occupy(100.0, by_channel([1, 0], [1, 0]))
     assert device.statistics().late == 1
+    assert device.close(PATIENCE_S)
+
+
+def by_channel(*pages: Sequence[int]) -> NDArray[np.int64]:
+    return np.array(pages, np.int64)
+
+
+def test_slots_that_get_other_bytes_are_erased_in_idle_time() -> None:
+    """Nothing waits for an erase that has not begun; one that has is ended."""
+    now, one, none = [100.0], [1, 0], [0, 0]
+    device = ThrottledDrives(
+        HostDevice(1), SLOW, 2, 2.0, clock=lambda: now[0], slot_bytes=BLOCK_BYTES
+    )
+    # Four blocks for each of two drives, whose four dies erase one each, in twice as long.
+    busy, turn = 2 * (2 + 5), 2 * ERASE_S
+    assert device.occupy(100.0, by_channel(one, one)) == 100.0 + busy
+    device.reclaim(np.arange(8))
+    assert [erasure.stale for erasure in device.erasures] == [4, 4]
+    # Until 104 drives are busy: work that comes then waits for no erase.
+    assert device.occupy(104.0, by_channel(one, none)) == 104.0 + busy
+    # Drive 1 fell idle at 104, and erases when the work comes, a quarter of a turn later.
+    came = 104.0 + turn / 4
+    assert device.occupy(came, by_channel(none, one)) == pytest.approx(104.0 + turn + busy)
+    assert [erasure.erased for erasure in device.erasures] == [0, 4]
+    # Nothing is left to erase, and a long idle time has ended all there was.
+    assert device.occupy(300.0, by_channel(one, one)) == 300.0 + busy
+    assert [erasure.erased for erasure in device.erasures] == [4, 4]
     assert device.close(PATIENCE_S)
 
 
@@ -227,6 +262,9 @@ def test_an_option_names_the_drives() -> None:
     assert isinstance(config, OffloadConfig)
     contexts, counters = Contexts(listed=False), Counters()
     none: Any = None
+    opened: Any = SimpleNamespace(
+        files=SimpleNamespace(geometry=SimpleNamespace(slot_bytes=2 * BLOCK_BYTES))
+    )
     setup = DeviceSetup(
         parsed,
         config,
@@ -235,7 +273,7 @@ def test_an_option_names_the_drives() -> None:
         1,
         LAYOUT,
         LAYOUT.kv_heads,
-        opened=none,
+        opened=opened,
         checksums=none,
         drives=none,
     )
@@ -244,4 +282,8 @@ def test_an_option_names_the_drives() -> None:
     made.count_step()
     nbytes = contexts.query.nbytes
     assert counters.total("offload_bytes", payload="query") == 3 * nbytes
+    made.reclaim(np.arange(6))
+    device = made.device
+    assert isinstance(device, ThrottledDrives)
+    assert [erasure.stale for erasure in device.erasures] == [4, 4, 4]
     assert made.close(PATIENCE_S)

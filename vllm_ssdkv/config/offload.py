@@ -95,7 +95,7 @@ class OffloadThrottle(OptionModel):
         DriveProfile | None,
         Field(
             description="Drives of a paper, in place of bandwidth and latency: `instinfer` "
-            "attends to 7.66 GB/s of its flash, `smartssd` to 3.0. Each attends to its part of "
+            "attends to 6.7 GB/s of its flash, `smartssd` to 3.0. Each attends to its part of "
             "the pages."
         ),
         Reason("null: only the given limits are modelled."),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from vllm_ssdkv.config.offload import DEVICES, OffloadConfig
+from vllm_ssdkv.config.offload import DEVICES
 from vllm_ssdkv.offload.offloader import Offloader
 from vllm_ssdkv.offload.protocol import ContextDevice, ContextDeviceClass, DeviceSetup
 
@@ -23,19 +23,25 @@ def open_offloader(setup: DeviceSetup, deadline_s: float) -> Offloader:
     """
     options = setup.options
     found: type[ContextDeviceClass] = DEVICES.resolve(options.kind)
-    device = _inside_twins(found.open(setup), options)
+    device = _inside_twins(found.open(setup), setup)
     logger.info("ssdkv: offload: contexts are attended to by %s", device.name)
     return Offloader(device, deadline_s, setup.counters, options.share)
 
 
-def _inside_twins(device: ContextDevice, options: OffloadConfig) -> ContextDevice:
+def _inside_twins(device: ContextDevice, setup: DeviceSetup) -> ContextDevice:
+    options = setup.options
     throttle = options.throttle
     if throttle is not None and throttle.profile is not None:
         from vllm_ssdkv.offload.testing.drive_timing import DRIVES
         from vllm_ssdkv.offload.testing.throttled_drives import ThrottledDrives
 
-        timing = DRIVES[throttle.profile]
-        device = ThrottledDrives(device, timing, throttle.drives, throttle.dilation)
+        device = ThrottledDrives(
+            device,
+            DRIVES[throttle.profile],
+            throttle.drives,
+            throttle.dilation,
+            slot_bytes=setup.opened.files.geometry.slot_bytes,
+        )
     elif throttle is not None:
         from vllm_ssdkv.offload.testing.throttled import ThrottledDevice
 

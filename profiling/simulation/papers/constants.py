@@ -70,7 +70,12 @@ def constants() -> dict[str, Constant]:
 def _of_timing(drive: hardware.NearStorage, like: Constant) -> dict[str, Constant]:
     """Figures of the product's timing of a drive that attends."""
     timing = DRIVES[drive.timing]
-    values = {field.name: getattr(timing, field.name) for field in fields(timing)}
+    values = {
+        field.name: getattr(owner, field.name)
+        for owner in (timing.flash, timing)
+        for field in fields(owner)
+        if field.name != "flash"
+    }
     return {
         f"timings: {drive.timing}: {field}": Constant(value, like.source, like.calibrated)
         for field, value in values.items()

@@ -10,10 +10,8 @@ from typing import Final
 
 from vllm_ssdkv.profiling.simulation.papers.dockerssd import MODELS
 
-_SHARES: Final = (
-    "timings: instinfer: flash_bandwidth",
-    "calibrations: opt-13b-steps: instinfer_kv_share",
-)
+_INSIDE: Final = ("timings: instinfer: channels, dies, page_bytes, read_s, channel_bandwidth",)
+_SHARES: Final = *_INSIDE, "calibrations: opt-13b-steps: instinfer_kv_share"
 _IDENTITY: Final = (
     *_SHARES,
     "calibrations: opt-13b-steps: flexgen_kv_share",
@@ -25,19 +23,18 @@ _STEP: Final = (
     "gpus: a6000: bandwidth, flops",
     "links: pcie4-x16: bandwidth",
     "links: pcie4-x4: bandwidth",
-    "timings: instinfer: page_bytes, write_bandwidth",
+    "timings: instinfer: write_bandwidth",
     "models: opt-13b",
     "simulation.decode: WRITE_BYTES",
     "simulation.systems: SHARES_BATCH, CONTEXT",
 )
-_MORE_DRIVES: Final = *_STEP, "timings: instinfer: channels"
 _SPARSE: Final = "calibrations: opt-13b-steps: sparse_read_share"
 _CLUSTERS: Final = ("clusters.page_clusters: THRESHOLD, LARGEST",)
 _HILOS: Final = (
     "gpus: a100-40: bandwidth",
     "links: pcie4-x16: bandwidth",
     "links: hilos-chassis: bandwidth",
-    "timings: smartssd: flash_bandwidth, page_bytes, latency_s",
+    "timings: smartssd: channels, channel_bandwidth, page_bytes, latency_s",
     "models: opt-66b",
     "simulation.papers.hilos: BATCH, CONTEXT",
 )
@@ -55,7 +52,7 @@ _X: Final = "gpus: a100-40: flops", "simulation.papers.hilos: DRIVES"
 _WHOLE: Final = *_HILOS, *_WRITES, *_FLEXGEN, *_X
 _SHARE_OF_X: Final = (
     "links: hilos-chassis: bandwidth",
-    "timings: smartssd: flash_bandwidth",
+    "timings: smartssd: channels, channel_bandwidth",
     "simulation.papers.hilos: DRIVES",
 )
 _KERNEL: Final = ("near_storage: hilos-smartssd: attend_bandwidth",)
@@ -71,13 +68,14 @@ DECLARED: Final[Mapping[str, tuple[str, ...]]] = {
     "P1 GPT-3": ("models: gpt-3",),
     "P2": (),
     "P3": _IDENTITY,
-    "P4 dense": _MORE_DRIVES,
-    "P4 sparse": (*_MORE_DRIVES, _SPARSE),
+    "P4 dense": _STEP,
+    "P4 sparse": (*_STEP, _SPARSE),
     "P5": (
-        *(*_IDENTITY, _SPARSE, "timings: instinfer: channels, page_bytes"),
+        *_IDENTITY,
+        _SPARSE,
         "simulation.systems: CONTEXT",
     ),
-    "P6": (*_MORE_DRIVES, _SPARSE),
+    "P6": (*_STEP, _SPARSE),
     "P7": _STEP,
     "P8 memory": (
         *("gpus: a6000: memory_bytes", "models: opt-13b"),
@@ -135,6 +133,7 @@ DECLARED: Final[Mapping[str, tuple[str, ...]]] = {
         "flexgen_costs: t4: to_gpu, prefill_flops, scores_flops, decode_flops, cpu_flops, few",
         "models: opt-30b",
     ),
+    "P27": _INSIDE,
 }
 """Constants by row and part; those that differ in the last word only are written together."""
 

@@ -220,9 +220,8 @@ def _ablation() -> list[Result]:
             near(64).seconds / spilled.seconds,
             PAPER,
             "predicted",
-            note="By bytes and FLOP what waits is below 1 % of a step: tried with its values sent "
-            "to the drives, and with the host's scores. The loss would need 4.4 us of the host for "
-            "each row that waits, and the paper does not say what takes them.",
+            note="By bytes and FLOP what waits is below 1 % of a step. The loss would need 4.4 us "
+            "of the host for each row that waits, which the paper does not explain.",
         ),
     ]
 

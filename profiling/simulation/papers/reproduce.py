@@ -1,4 +1,4 @@
-"""All rows, P1 to P26: one list, and its tables."""
+"""All rows, P1 to P27: one list, and its tables."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from vllm_ssdkv.profiling.simulation import systems
 from vllm_ssdkv.profiling.simulation.papers import (
     dockerssd,
+    flash_drive,
     flexgen,
     hilos,
     instinfer,
@@ -21,7 +22,7 @@ from vllm_ssdkv.profiling.simulation.papers.result import Result, Verdict, verdi
 from vllm_ssdkv.profiling.simulation.papers.swarm_traces import TraceFigures
 from vllm_ssdkv.profiling.table import Table
 
-ROWS = tuple(f"P{number}" for number in range(1, 27))
+ROWS = tuple(f"P{number}" for number in range(1, 28))
 
 
 @cache
@@ -59,13 +60,14 @@ def summary(figures: TraceFigures | None = None) -> str:
     judged = {row: verdict_of(found) for row, found in predicted.items()}
     inside = [row for row, verdict in judged.items() if verdict == "pass"]
     missed = [row for row, verdict in judged.items() if verdict == "miss"]
+    holds, theirs = ("holds", "its") if len(inside) == 1 else ("hold", "their")
     others = "; ".join(
         f"{kind} {', '.join(_by_row(one for one in parts if one.kind == kind))}"
         for kind in ("arithmetic", "calibrated", "measured")
     )
     return (
-        f"Of {len(judged)} predicted rows {len(inside)} hold with all of their predicted parts: "
-        f"{', '.join(inside) or 'none'}. Misses: {', '.join(missed) or 'none'}. "
+        f"Of {len(judged)} predicted rows {len(inside)} {holds} with all of {theirs} predicted "
+        f"parts: {', '.join(inside) or 'none'}. Misses: {', '.join(missed) or 'none'}. "
         f"Rows and parts that predict nothing: {others}."
     )
 
@@ -121,7 +123,7 @@ def tables(
             if one.margins
         ]
         notes.add(", ".join(one.name for one in parts), " ".join([note, *margins]))
-    own = [_modes(), _hits(), _nodes()] if wanted is None else []
+    own = [_modes(), _in_turn(), flash_drive.table(), _hits(), _nodes()] if wanted is None else []
     return [rows, notes, beside, *own, _constants(shown)]
 
 
@@ -134,7 +136,7 @@ def _modes() -> Table:
         decimals=2,
         note="Ours reads an eighth of the pages where it is sparse, with as much time beside KV as "
         "InstInfer needs; exact, it is the good I/O path. How much drives attend to is by the "
-        "plugin's own rule (`offload.share: auto`). For comparison with each other only.",
+        "plugin's own rule (`offload.share: auto`).",
     )
     rows = [
         ("FlexGen", instinfer.flexgen(batch).tokens_per_s),
@@ -149,13 +151,28 @@ def _modes() -> Table:
     return table
 
 
+def _in_turn() -> Table:
+    """Two mini-batches, by batch and drives."""
+    counts = (1, 2, 4, 8, 20)
+    table = Table(
+        "Speedup by two mini-batches, over drives of InstInfer's",
+        ["batch", *(str(count) for count in counts)],
+        decimals=2,
+        note="OPT-13B with `offload`; the GPU reads the weights for each half. Decision 020 says "
+        "why it is not built.",
+    )
+    for batch in (4, 8, 16, 32, 256):
+        table.add(str(batch), *(instinfer.gain_in_turn(batch, count) for count in counts))
+    return table
+
+
 def _hits() -> Table:
     """Loads of a stored prompt."""
     table = Table(
         "Llama-3.1-8B, prompt of 32,768 tokens that is stored, four PM9A3, H100",
         ["loaded by", "ms"],
         note="LMCache and vLLM's tier by what `ssdkv lab bench io` measured of one request of "
-        "each, with no other request beside it. Ours is the good I/O path; what a node "
+        "each. Ours is the good I/O path; what a node "
         "costs beside it was measured on two cores, without a network (`bench_node`).",
     )
     for name, seconds in pools.hits():

@@ -80,7 +80,7 @@ class Result:
         Result("P2", "", "traffic", Target.near(768.5, 0), 768.5, "InstInfer", "arithmetic")
 
     Attributes:
-        row: P1 to P26.
+        row: P1 to P27.
         part: Of a row with several figures.
         what: What was compared.
         target: What the paper says, and what counts as equal.

@@ -76,7 +76,7 @@ def _of_traces(figures: TraceFigures) -> list[Result]:
             float(figures.hits_more > 0),
             figures.source,
             "measured",
-            note=f"0: not so at some budget. On longer traces likewise: {LAB}.",
+            note="0: not so at some budget. On longer traces likewise, by docs/clusters.md.",
             margins={"least difference": figures.hits_more},
         ),
     ]
@@ -91,8 +91,7 @@ def results(figures: TraceFigures | None = None) -> list[Result]:
             entry_bandwidth(find(Drive, "pm9a3"), 8) / 1e9,
             PAPER,
             "arithmetic",
-            note="8 drives times their IOPS. Entries of 64 KiB would be read at the drives' "
-            "bandwidth.",
+            note="8 drives times their IOPS.",
         ),
         Result(
             *("P10", "", "time and bandwidth of reads, throughput"),

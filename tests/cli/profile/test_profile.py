@@ -56,6 +56,10 @@ def test_an_interrupted_recording_goes_on(tmp_path: Path, plans: list[RecordPlan
     assert [[one.name for one in plan.documents] for plan in plans] == [["chain", "copy"], ["copy"]]
     assert json.loads(result.stdout)["tables"][0]["columns"] == ["found by", "chain", "copy"]
     assert plot.stat().st_size > 10_000
+    found = Manifest.read(place)
+    assert found is not None
+    assert found.settings["model"] == MODEL_DIR.name
+    assert Path(plans[0].model) == MODEL_DIR
     assert run(*options).exit_code == 0
     assert len(plans) == 2
     assert not list(place.glob(".ssdkv-profile-*"))

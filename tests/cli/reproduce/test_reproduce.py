@@ -38,7 +38,7 @@ def test_json_is_all_that_is_printed() -> None:
 def test_markdown_and_figures_are_written(tmp_path: Path) -> None:
     page, picture = tmp_path / "papers.md", tmp_path / "devices.png"
     assert run("--markdown", str(page)).exit_code == 0
-    assert page.read_text().count("\n### ") == 6
+    assert page.read_text().count("\n### ") == 8
     assert run("--figure", "instinfer-devices", "--plot", str(picture)).exit_code == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -75,6 +75,14 @@ NEAR = st.builds(
     spill_tokens=st.sampled_from([1, 16, 64]),
     writes_first=st.booleans(),
 )
+IN_TURN = st.builds(
+    System,
+    st.just("in turn"),
+    attends=st.just("drives"),
+    x_share=st.sampled_from([0.0, 0.5]),
+    spill_tokens=st.sampled_from([1, 16]),
+    mini_batches=st.sampled_from([2, 4]),
+)
 RATES = st.floats(1e9, 64e9)
 
 
@@ -100,7 +108,9 @@ def moved(found: StepResult, prefix: str) -> float:
     return sum(usage.nbytes for name, usage in found.usage.items() if name.startswith(prefix))
 
 
-@given(system=SYSTEMS | WAITING | NEAR, link=RATES, chassis=RATES, drives=st.integers(1, 5))
+@given(
+    system=SYSTEMS | WAITING | NEAR | IN_TURN, link=RATES, chassis=RATES, drives=st.integers(1, 5)
+)
 def test_bytes_and_utilisation(system: System, link: float, chassis: float, drives: int) -> None:
     near = system.attends == "drives"
     device = AttendingDrive(find(NearStorage, "hilos-smartssd")) if near else drive()
@@ -233,6 +243,25 @@ def test_attention_near_storage_moves_little() -> None:
         assert ratio == pytest.approx((tokens + 1) / 2)
 
 
+@pytest.mark.parametrize("drives", [1, 8, 64])
+def test_parts_of_a_batch_take_the_longer_of_two_stages(drives: int) -> None:
+    """The whole batch takes their sum; the accelerator reads its weights once for each part."""
+    device = AttendingDrive(find(NearStorage, "instinfer-csd"))
+    on = setting(32e9, 32e9, Storage.alike(device, drives), batch=8)
+    # Nothing is written here but whole pages, and drives answer at once: two stages are left.
+    near = System("near", attends="drives")
+    whole, parts = decode(near, on), decode(replace(near, mini_batches=2), on)
+    stages = [[found.usage[name].busy_s for name in ("gpu", "drive 0")] for found in (whole, parts)]
+    assert stages[1][0] == pytest.approx(2 * stages[0][0], rel=0.02)
+    # Each drive reads whole pages of each channel.
+    assert stages[1][1] == pytest.approx(stages[0][1], rel=0.05)
+    layers, latency = len(MODEL.layers), 2 * device.latency_s
+    rest = layers * latency + 1e-3
+    assert sum(stages[0]) < whole.seconds < sum(stages[0]) + rest
+    # The first part fills the two stages, the last one drains them.
+    assert max(stages[1]) < parts.seconds < max(stages[1]) + sum(stages[1]) / layers + rest
+
+
 def test_a_prefill_writes_beside_computing_and_two_layers_wait_at_most() -> None:
     fast = prefill(System("p"), setting(32e9, 32e9, Storage.alike(drive(), 4)))
     slow = prefill(System("p"), setting(32e9, 32e9, Storage.alike(drive(0.01), 1)))
@@ -259,6 +288,15 @@ def test_a_prefill_writes_beside_computing_and_two_layers_wait_at_most() -> None
             "bad: writes_first, whole_kv_back: one of both, not rows and everything",
         ),
         ({"rest_s": -1.0}, "bad: rest_s: got -1.0; at least 0"),
+        ({"mini_batches": 0}, "bad: mini_batches: got 0; at least 1"),
+        (
+            {"mini_batches": 2, "weights": "dram"},
+            "bad: mini_batches: need weights in hbm, and copies beside computing",
+        ),
+        (
+            {"mini_batches": 2, "overlaps": False},
+            "bad: mini_batches: need weights in hbm, and copies beside computing",
+        ),
     ],
 )
 def test_systems_that_cannot_be(change: dict[str, Any], text: str) -> None:
@@ -268,6 +306,8 @@ def test_systems_that_cannot_be(change: dict[str, Any], text: str) -> None:
 
 
 def test_settings_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="mini_batches: got 3 for a batch of 4; a divisor"):
+        decode(System("p", mini_batches=3), setting(1e9, 1e9, Storage.alike(drive(), 1)))
     with pytest.raises(ConfigError, match="batch: got 0; at least 1"):
         setting(1e9, 1e9, Storage.alike(drive(), 1), batch=0)
     state = ModelShape.of(

@@ -54,7 +54,7 @@ def test_verdicts_of_this_version() -> None:
     others = {row: verdict for row, verdict in verdicts().items() if verdict[:4] not in "pass miss"}
     assert others == {"P10": "report", "P12": "not measured", "P15": "report"}
     told = summary()
-    assert told.startswith("Of 7 predicted rows 1 hold with all of their predicted parts: P4.")
+    assert told.startswith("Of 7 predicted rows 1 holds with all of its predicted parts: P4.")
     assert "Misses: P7, P8, P17, P18, P19, P22." in told
 
 

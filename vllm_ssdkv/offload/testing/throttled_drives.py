@@ -1,9 +1,10 @@
 """Twin of drives that attend side by side: each to its part of the pages, in its own time.
 
-Block i of a context lies on drive i mod n, as slots that are taken in turn lie on lanes. The
-wrapped device brings every page once and attends to it for the drive that has it, into that drive's
-own state; the states are merged at the end. Work is done at once; only the report waits for the
-drive that its :class:`DriveTiming` makes the last one.
+Block i of a context lies on drive i mod n, as slots that are taken in turn lie on lanes, and there
+on the channels that the flash's address map names. The wrapped device brings every page once and
+attends to it for the drive that has it, into that drive's own state; the states are merged at the
+end. Work is done at once; only the report waits for the drive that its :class:`DriveTiming` makes
+the last one. Slots that get other bytes are erased while their drive is idle.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -39,6 +40,7 @@ from vllm_ssdkv.offload.protocol import (
     DeviceStatistics,
 )
 from vllm_ssdkv.offload.testing.drive_timing import DriveTiming
+from vllm_ssdkv.offload.testing.flash import IdleErasure
 from vllm_ssdkv.offload.testing.throttled import ThrottledTicket
 from vllm_ssdkv.offload.testing.wrapped import WrappedDevice
 from vllm_ssdkv.offload.tickets import empty_state
@@ -49,12 +51,12 @@ class _Drives:
 
     Attributes:
         states: Of each drive.
-        pages: Of flash, by drive.
+        pages: Pages of flash, [drives, channels].
     """
 
     def __init__(self, query: torch.Tensor, drives: int, timing: DriveTiming):
         self.states = [empty_state(query) for _ in range(drives)]
-        self.pages = [0] * drives
+        self.pages = np.zeros((drives, timing.flash.channels), np.int64)
         self._timing = timing
 
     def shares(self, position: IntArray, layout: BlockLayout) -> list[NDArray[np.bool_]]:
@@ -62,16 +64,45 @@ class _Drives:
         block = on_host(position, np.int64) // layout.block_tokens
         return [block % len(self.states) == drive for drive in range(len(self.states))]
 
-    def count(self, drive: int, address: IntArray, pages: int, layout: BlockLayout) -> None:
-        """Count what lies at some addresses, each distinct one once: ``pages`` of KV."""
-        each = pages * self._timing.flash_pages(layout.page_payload_bytes)
-        self.pages[drive] += len(np.unique(on_host(address, np.uint64))) * each
+    def count(self, drive: int, position: IntArray, head: IntArray, layout: BlockLayout) -> None:
+        """Count pages of KV, [P], on the channels that have them."""
+        block, within = np.divmod(on_host(position, np.int64), layout.block_tokens)
+        group = block // len(self.states) * layout.groups + within // layout.page_tokens
+        # K and V are pages of flash of their own, and so are parts of longer ones.
+        each = self._timing.flash_pages(layout.page_payload_bytes)
+        stream = on_host(head, np.int64)[:, None] * each + np.arange(each)
+        channel = self._timing.flash.channel(group[:, None], stream)
+        self.pages[drive] += np.bincount(channel.ravel(), minlength=self.pages.shape[1])
 
 
 def _kept(begin: IntArray, end: IntArray, mine: NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
     """Begin and end of ranges among those entries only that are ``mine``."""
     edges = np.concatenate([[0], np.cumsum(mine)]).astype(np.int32)
     return edges[on_host(begin, np.int32)], edges[on_host(end, np.int32)]
+
+
+def _once(address: IntArray) -> NDArray[np.int64]:
+    """Index of each distinct address: rows that share a page have it read once."""
+    return np.unique(on_host(address, np.uint64), return_index=True)[1].astype(np.int64)
+
+
+def _pages_of_blocks(
+    blocks: BlockSource, layout: BlockLayout
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Position and KV head of every page of whole blocks."""
+    head, group = np.divmod(np.arange(layout.kv_heads * layout.groups), layout.groups)
+    first = on_host(blocks.position, np.int64)[_once(blocks.base), None]
+    position = first + group * layout.page_tokens
+    return position.ravel(), np.broadcast_to(head, position.shape).ravel()
+
+
+def _heads_of_pages(pages: PageList, layout: BlockLayout) -> NDArray[np.int64]:
+    """KV head of each page: lists are by row and head."""
+    _, _, begin, end = pages.on_host()
+    head = np.zeros(len(pages.address), np.int64)
+    for number, (first, last) in enumerate(zip(begin, end, strict=True)):
+        head[first:last] = number % layout.kv_heads
+    return head
 
 
 class _DenseKernels:
@@ -109,7 +140,7 @@ class _DenseKernels:
             self._inner.attend(
                 query, self._drives.states[drive], part, here, layout, scale, sliding_window
             )
-            self._drives.count(drive, here.base, layout.kv_heads * layout.groups, layout)
+            self._drives.count(drive, *_pages_of_blocks(here, layout), layout)
 
 
 class _PageKernels:
@@ -130,6 +161,7 @@ class _PageKernels:
         del state
         shares = self._drives.shares(pages.position, layout)
         address, position = on_host(pages.address, np.uint64), on_host(pages.position, np.int64)
+        head = _heads_of_pages(pages, layout)
         for drive, mine in enumerate(shares):
             begin, end = _kept(pages.begin, pages.end, mine)
             mask = pages.token_mask
@@ -143,7 +175,8 @@ class _PageKernels:
                 None if mask is None else on_host(mask, np.uint8)[mine],
             )
             self._inner.attend_pages(query, self._drives.states[drive], part, layout, scale)
-            self._drives.count(drive, part.address, 1, layout)
+            once = _once(part.address)
+            self._drives.count(drive, position[mine][once], head[mine][once], layout)
 
 
 class _SpreadPages:
@@ -206,9 +239,11 @@ class ThrottledDrives(WrappedDevice):
         drives: Number of them.
         dilation: Factor by which they are slower than that.
         clock: Monotonic seconds.
+        slot_bytes: Bytes of a slot, which are erased when it gets other bytes.
 
     Attributes:
         timing, drives: As given.
+        erasures: Blocks of each drive that wait to be erased.
 
     Example:
         device = ThrottledDrives(HostDevice(1), DRIVES["instinfer"], drives=4, dilation=16)
@@ -221,11 +256,14 @@ class ThrottledDrives(WrappedDevice):
         drives: int,
         dilation: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
+        slot_bytes: int = 0,
     ):
         super().__init__(inner, f"{drives} drives({inner.name})")
         self.timing, self.drives = timing, drives
+        self.erasures = [IdleErasure(timing.flash) for _ in range(drives)]
         self._dilation = dilation
         self._clock = clock
+        self._slot_bytes = slot_bytes
         self._free_at = [-math.inf] * drives
         self._lock = threading.Lock()
         self._late = 0
@@ -237,14 +275,15 @@ class ThrottledDrives(WrappedDevice):
         held = max(1, min(self.drives, len(work.pages.slots)))
         return ThrottledTicket(ticket, work.pages, lambda: pages.due, self._clock, held)
 
-    def occupy(self, begun: float, pages: Sequence[int]) -> float:
-        """Have drives attend to pages of flash, [drives], from then on: when all of them have."""
+    def occupy(self, begun: float, pages: NDArray[np.int64]) -> float:
+        """Have drives attend to pages of flash, [drives, channels], from then on: when all of them
+        have."""
         with self._lock:
             due = begun
-            for drive, count in enumerate(pages):
-                if count:
-                    busy = self._dilation * self.timing.attend_s(count)
-                    self._free_at[drive] = max(begun, self._free_at[drive]) + busy
+            for drive, by_channel in enumerate(pages):
+                if by_channel.any():
+                    busy = self._dilation * self.timing.attend_pages_s(by_channel)
+                    self._free_at[drive] = self._ready(drive, begun) + busy
                     ended = self._free_at[drive] + self._dilation * self.timing.latency_s
                     due = max(due, ended)
             self._late += self._clock() > due
@@ -255,7 +294,23 @@ class ThrottledDrives(WrappedDevice):
         busy = self._dilation * self.timing.write_s(-(-pages // self.drives))
         with self._lock:
             now = self._clock()
-            self._free_at = [max(now, free) + busy for free in self._free_at]
+            self._free_at = [self._ready(drive, now) + busy for drive in range(self.drives)]
+
+    def reclaim(self, slots: NDArray[np.int64]) -> None:
+        """See ``ContextDevice``. Whole slots are erased, in idle time that begins now."""
+        super().reclaim(slots)
+        with self._lock:
+            now = self._clock()
+            for drive, erasure in enumerate(self.erasures):
+                self._free_at[drive] = self._ready(drive, now)
+                erasure.drop(len(slots) * self._slot_bytes / self.drives)
+
+    def _ready(self, drive: int, begun: float) -> float:
+        """Time at which a drive can begin. It erased while it was idle, and ends the last erase."""
+        free, erasure = self._free_at[drive], self.erasures[drive]
+        if erasure.stale >= 1 and begun > free:
+            free += self._dilation * erasure.idle((begun - free) / self._dilation)
+        return max(begun, free)
 
     def statistics(self) -> DeviceStatistics:
         """See ``ContextDevice``; ``late`` where the wrapped device took longer than the model."""
