@@ -94,6 +94,9 @@ class NoRewrites:
         """See :meth:`Rewriter.plan`."""
         return []
 
+    def pause(self, running: Container[str]) -> None:
+        """See :meth:`Rewriter.pause`."""
+
     def fetch(self, spare: int, frames: int) -> GroupLoad | None:
         """See :meth:`Rewriter.fetch`."""
         return None
@@ -205,6 +208,17 @@ class Rewriter:
                     found.append(self._begin(slot, epoch, key, _IN_DRAM))
             self._fetching, self._fetched = [], False
         return found
+
+    def pause(self, running: Container[str]) -> None:
+        """In place of :meth:`plan` and :meth:`fetch` while writes are paused: what cannot wait for
+        them is left as it is. The end of a pause may need a new request's write, so steps without
+        one would not bring it about."""
+        for name, hit in list(self._hits.items()):
+            if name in running and not hit.lasting:
+                del self._hits[name]
+        self._waiting.clear()
+        if self._fetched:
+            self._fetching, self._fetched = [], False
 
     def fetch(self, spare: int, frames: int) -> GroupLoad | None:
         """Blocks to load into frames now, beside which their copies have room; None: nothing.

@@ -264,6 +264,7 @@ class SSDKVScheduler:
         choice, draft = self.loads.choice, self._parts.draft
         own = self._parts.store.own
         if own is None or own.pauses.state is not WriteState.OPEN:
+            self._parts.rewriter.pause(output.num_scheduled_tokens)
             return
         for item in self._parts.rewriter.plan(output.num_scheduled_tokens, choice.frames):
             self._parts.slots.unverified.rewrite(item.old, item.new)
