@@ -363,9 +363,11 @@ def test_a_read_that_hangs_ends_with_the_store(make_store: MakeStore) -> None:
     until(lambda: bool(rig.files.health.quarantined), "a deadline")
     scrubber = rig.store._scrubber
     assert scrubber is not None
-    assert not scrubber.close(PATIENCE_S)
-    rig.faults()
-    until(lambda: scrubber.close(PATIENCE_S), "the end of the read")
+    assert not scrubber.close(SHORT_S)
+    later = threading.Timer(SHORT_S, rig.faults)
+    later.start()
+    assert scrubber.close(PATIENCE_S), "it waits for the end of the read"
+    later.join()
 
 
 @pytest.mark.usefixtures("restless")

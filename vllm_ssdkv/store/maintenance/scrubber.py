@@ -186,9 +186,15 @@ class Scrubber:
 
     def close(self, timeout_s: float) -> bool:
         """End the thread. Blocks; False when a read did not end in time."""
+        end = time.monotonic() + timeout_s
         self._stop.set()
         self._thread.join(timeout_s)
-        return not self._thread.is_alive() and self._pieces.usable() == PIECES
+        if self._thread.is_alive():
+            return False
+        # A read of a device that was given up ends late, or never.
+        while self._pieces.free() < PIECES and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+        return self._pieces.free() == PIECES
 
     # ---- the thread ----
 
