@@ -107,6 +107,15 @@ class Contexts:
         pass
 
 
+class Reclaiming(HostDevice):
+    """Keeps the slots that it is told of."""
+
+    reclaimed: tuple[int, ...] = ()
+
+    def reclaim(self, slots: NDArray[np.int64]) -> None:
+        self.reclaimed = (*self.reclaimed, *slots.tolist())
+
+
 class Counting(ThrottledDrives):
     """Tells how many pages of flash each drive reads from each channel."""
 
@@ -155,13 +164,14 @@ def test_drives_attend_to_their_parts(drives: int, listed: bool) -> None:
     assert host.close(PATIENCE_S)
 
 
-def test_a_block_that_rows_share_is_read_once() -> None:
-    contexts = Contexts(listed=False)
+@pytest.mark.parametrize(("listed", "pages"), [(False, 2 * BLOCKS), (True, BLOCKS + 6)])
+def test_a_block_that_rows_share_is_read_once(listed: bool, pages: int) -> None:
+    contexts = Contexts(listed=listed)
     contexts.ids[BLOCKS:] = contexts.ids[: BLOCKS // 2]
     device = Counting(HostDevice(1), DRIVES["instinfer"], 1)
     ticket = device.submit(ContextWork(contexts.query, contexts, 1.0))
     assert ticket.wait(PATIENCE_S)
-    assert device.seen[0].sum() == BLOCKS * 2 * 2
+    assert device.seen[0].sum() == 2 * pages
     assert device.close(PATIENCE_S)
 
 
@@ -218,9 +228,8 @@ def by_channel(*pages: Sequence[int]) -> NDArray[np.int64]:
 def test_slots_that_get_other_bytes_are_erased_in_idle_time() -> None:
     """Nothing waits for an erase that has not begun; one that has is ended."""
     now, one, none = [100.0], [1, 0], [0, 0]
-    device = ThrottledDrives(
-        HostDevice(1), SLOW, 2, 2.0, clock=lambda: now[0], slot_bytes=BLOCK_BYTES
-    )
+    inner = Reclaiming(1)
+    device = ThrottledDrives(inner, SLOW, 2, 2.0, clock=lambda: now[0], slot_bytes=BLOCK_BYTES)
     # Four blocks for each of two drives, whose four dies erase one each, in twice as long.
     busy, turn = 2 * (2 + 5), 2 * ERASE_S
     assert device.occupy(100.0, by_channel(one, one)) == 100.0 + busy
@@ -235,6 +244,13 @@ def test_slots_that_get_other_bytes_are_erased_in_idle_time() -> None:
     # Nothing is left to erase, and a long idle time has ended all there was.
     assert device.occupy(300.0, by_channel(one, one)) == 300.0 + busy
     assert [erasure.erased for erasure in device.erasures] == [4, 4]
+    # Idle time before a slot was given up erases nothing of it.
+    now[0] = 500.0
+    device.reclaim(np.arange(8, 16))
+    assert device.occupy(500.0 + turn / 4, by_channel(one, none)) == pytest.approx(
+        500.0 + turn + busy
+    )
+    assert inner.reclaimed == (*range(16),)
     assert device.close(PATIENCE_S)
 
 

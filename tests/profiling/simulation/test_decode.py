@@ -255,6 +255,7 @@ def test_parts_of_a_batch_take_the_longer_of_two_stages(drives: int) -> None:
     assert stages[1][0] == pytest.approx(2 * stages[0][0], rel=0.02)
     # Each drive reads whole pages of each channel.
     assert stages[1][1] == pytest.approx(stages[0][1], rel=0.05)
+    assert parts.attended.theirs == pytest.approx(whole.attended.theirs)
     layers, latency = len(MODEL.layers), 2 * device.latency_s
     rest = layers * latency + 1e-3
     assert sum(stages[0]) < whole.seconds < sum(stages[0]) + rest

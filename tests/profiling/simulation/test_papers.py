@@ -63,6 +63,18 @@ def test_traffic_for_any_length() -> None:
         assert instinfer.traffic_ratio(tokens) == pytest.approx((tokens + 1) / 2)
 
 
+def test_the_gain_of_mini_batches_is_what_decision_020_says() -> None:
+    gains = {
+        (batch, drives): instinfer.gain_in_turn(batch, drives)
+        for batch in (4, 8, 16, 32, 64, 128, 256)
+        for drives in (1, 2, 4, 8, 20)
+    }
+    assert sum(gain < 1.1 for gain in gains.values()) == 29
+    assert max(gains.values()) == gains[8, 20] == pytest.approx(1.46, abs=0.005)
+    assert min(gains, key=lambda one: gains[one]) == (4, 20)
+    assert gains[4, 20] < 1 < gains[256, 1] + 1e-3
+
+
 def test_flexgen_on_the_chassis_is_as_much_slower_as_its_authors_rivals_say() -> None:
     """Not one of the rows, and nothing was fitted to it: HILOS prints 0.64 to 0.94."""
     ratio = hilos.flexgen().seconds / hilos.flexgen_in_chassis().seconds
