@@ -16,7 +16,7 @@ from vllm_ssdkv.base.errors import ConfigError, DramTooSmallError
 from vllm_ssdkv.base.sizes import approximate_size
 from vllm_ssdkv.config.engine import MIN_CAPACITY
 from vllm_ssdkv.profiling.simulation.decode import Setting, StepResult, System, decode, prefill
-from vllm_ssdkv.profiling.simulation.hardware import Drive, Machine
+from vllm_ssdkv.profiling.simulation.hardware import Drive, Machine, node_costs
 from vllm_ssdkv.profiling.simulation.model_shape import ModelShape, bytes_of
 from vllm_ssdkv.profiling.simulation.storage import PlainDrive, Storage
 from vllm_ssdkv.profiling.sizing.costs import MEASURED_MISSES, EngineCosts, Misses
@@ -28,6 +28,7 @@ from vllm_ssdkv.profiling.sizing.layout import (
     reuse_slot_bytes,
 )
 from vllm_ssdkv.profiling.sizing.machine import WEIGHTS_SHARE, SizedMachine
+from vllm_ssdkv.profiling.sizing.near import Near, OffloadKind
 from vllm_ssdkv.profiling.sizing.workload import Workload
 
 CHUNK: Final = 8192
@@ -69,6 +70,8 @@ class Choice:
 
     Attributes:
         budget: Share of a context that a selector reads, at most.
+        offload: Who attends near storage, as ``offload.kind`` names it; None: nobody.
+        x: Whether a share of the contexts is stored as X, as the engine would choose it.
         batch: Requests that decode at a time.
         window, staging: Options hbm_window_tokens and io.staging; None: as the engine has them.
         chunk: Tokens of a prompt that a step computes.
@@ -83,6 +86,8 @@ class Choice:
     staging: int | None = None
     chunk: int = CHUNK
     daily_writes: int | None = None
+    offload: OffloadKind | None = None
+    x: bool = False
 
     @property
     def exact(self) -> bool:
@@ -92,10 +97,11 @@ class Choice:
     @property
     def text(self) -> str:
         """As it is shown."""
-        return self.mode if self.mode == "reuse" else f"page, {self.selector}"
+        near = "" if self.offload is None else f", offload {self.offload}" + ", X" * self.x
+        return self.mode if self.mode == "reuse" else f"page, {self.selector}{near}"
 
     def options(self) -> dict[str, object]:
-        """Options of the plugin, without devices and DRAM."""
+        """Options of the plugin, without devices, DRAM and who attends near storage."""
         if self.mode == "reuse":
             spared = {} if self.daily_writes is None else {"admission": "second_use"}
             return {"mode": "reuse", **spared}
@@ -189,12 +195,14 @@ class Sizing:
     def lasting(self, found: Forecast, years: float) -> Forecast:
         """The same way where it writes no more than drives bear for so many years.
 
-        Mode reuse takes a limit. As much less is found as is written: the least that there is,
-        because blocks that come twice are written first.
+        Mode reuse takes a limit, if the drives are the engine's own. As much less is found as is
+        written: the least that there is, because blocks that come twice are written first.
         """
         life = found.life_years
         if found.choice.mode != "reuse" or life is None or life >= years:
             return found
+        if self.machine.nodes is not None:
+            return found  # such limits are options of the nodes
         daily = int(found.written_bytes_per_s * DAY_S * life / years)
         if daily < MIN_CAPACITY:
             return found
@@ -232,7 +240,7 @@ class _Case(ABC):
     def simulated(self, request_bytes: float, padding: float = 1.0) -> tuple[Machine, Storage]:
         """Machine and drives, for reads of so many bytes each."""
         machine = self.machine
-        drives = [_slower(one, request_bytes, padding) for one in machine.drives]
+        drives = [_slower(one, request_bytes, padding) for one in machine.reached]
         of = Machine(machine.gpu, machine.gpu_link, machine.drives_link, len(drives))
         return of, Storage.of([PlainDrive(one) for one in drives])
 
@@ -291,6 +299,8 @@ class _Case(ABC):
         if busy < self.sizing.engine.step_s:
             return "what a step of vLLM takes beside memory and arithmetic"
         named = {"gpu": "the GPU", "drive": "the drives", "link": "the link to the GPU"}
+        if self.choice.offload is not None:
+            named["drive"] = "the drives, or who attends to them"
         name = named.get(step.limit, "the link of the drives")
         return f"{name} ({min(1.0, busy / step.seconds):.0%} of a decode step)"
 
@@ -331,13 +341,16 @@ class _Reuse(_Case):
 
     def load_s(self, tokens: float) -> float:
         """Seconds to load a hit from drives, alone."""
+        drives, nbytes = self.machine.reached, tokens * self.slot_token
         rate = min(
-            sum(min(one.read_bandwidth, one.iops * LARGEST_READ) for one in self.machine.drives),
+            sum(min(one.read_bandwidth, one.iops * LARGEST_READ) for one in drives),
             self.machine.drives_link,
             self.machine.gpu_link,
         )
-        latency = max(one.latency_s for one in self.machine.drives)
-        return tokens * self.slot_token / rate + latency + self.sizing.engine.hit_s
+        seconds = nbytes / rate + max(one.latency_s for one in drives) + self.sizing.engine.hit_s
+        if self.machine.nodes is None:
+            return seconds
+        return seconds + node_costs("tcp").load_s(math.ceil(tokens / BLOCK_TOKENS), nbytes)
 
     def _kv(self, tokens: float) -> float:
         return self.model.kv_bytes(math.ceil(tokens)) + self.model.state_bytes()
@@ -360,10 +373,12 @@ class _Reuse(_Case):
     def tiers(self) -> dict[str, float]:
         kv = self.batch * self._kv(self.workload.kept_tokens)
         stored = self.batch * self.workload.kept_tokens * self.slot_token
-        return {"hbm": kv, "dram": min(stored, self.machine.dram_bytes), "drives": stored}
+        held = min(stored, sum(self.dram().values()))
+        return {"hbm": kv, "dram": held, "drives": stored}
 
     def dram(self) -> dict[str, float]:
-        return {"frames": self.machine.dram_bytes}
+        # With nodes, their own memory holds what is found.
+        return {} if self.machine.nodes is not None else {"frames": self.machine.dram_bytes}
 
 
 class _Page(_Case):
@@ -375,6 +390,7 @@ class _Page(_Case):
         self.window = min(self.layout.config.window_tokens, self.workload.tokens)
         self.context = max(0.0, self.workload.tokens - self.window)
         self.division = self._divide()
+        self.near = None if choice.offload is None else self._near(choice.offload)
 
     def forecast(self) -> Forecast:
         self._check()
@@ -392,15 +408,10 @@ class _Page(_Case):
         """A decode step, and the drives that prompts are written to."""
         layout, rest = self.layout, self.rest_s()
         plain = self.simulated(LARGEST_READ)
+        if self.near is not None:
+            return self.near.step(self.choice.text, self._whole_setting(), rest), *plain
         if self.choice.exact:
-            machine, storage = self.simulated(layout.read_bytes, layout.padding)
-            system = System("page, exact", rest_s=rest)
-            setting = Setting(
-                *(machine, storage, self.model, self.batch, self.workload.tokens),
-                in_hbm=self.window / self.workload.tokens,
-                in_dram=self._in_frames(),
-            )
-            return decode(system, setting), *plain
+            return decode(System("page, exact", rest_s=rest), self._whole_setting()), *plain
         chosen = self.chosen_pages()
         missing = self.missing()
         requests = missing * chosen * self.batch / max(1, self.layout.geometry.layers)
@@ -414,6 +425,23 @@ class _Page(_Case):
         tokens = max(1, round(self.context))
         setting = Setting(*(machine, storage, self.model, self.batch, tokens), in_dram=1 - missing)
         return decode(system, setting), *plain
+
+    def _whole_setting(self) -> Setting:
+        """Setting of steps that attend to whole contexts, by layers of slots."""
+        machine, storage = self.simulated(self.layout.read_bytes, self.layout.padding)
+        return Setting(
+            *(machine, storage, self.model, self.batch, self.workload.tokens),
+            in_hbm=self.window / self.workload.tokens,
+            in_dram=self._in_frames(),
+        )
+
+    def _near(self, kind: OffloadKind) -> Near:
+        """Raises ConfigError: nothing attends near storage to this model."""
+        layout = self.layout
+        drives = [_slower(one, layout.read_bytes, layout.padding) for one in self.machine.drives]
+        outside = 1 - self.window / self.workload.tokens
+        held = self._in_frames() / outside if outside > 0 else 1.0
+        return Near.of(kind, self.model, self.machine, drives, held=held, x=self.choice.x)
 
     def missing(self) -> float:
         """Part of the chosen pages that comes from drives."""
@@ -467,8 +495,9 @@ class _Page(_Case):
         """Raises BoundError: HBM, DRAM or drives do not hold what they must."""
         window = self.batch * (self.window + 2 * self.layout.block_tokens) + self.choice.chunk
         way = "take a larger GPU, or fewer requests at a time"
-        if window * self.kv_token > self.sizing.hbm_bytes:
-            raise BoundError(WINDOWS, window * self.kv_token, self.sizing.hbm_bytes, way)
+        needed = window * self.kv_token + inputs_bytes(self.sizing, self.choice)
+        if needed > self.sizing.hbm_bytes:
+            raise BoundError(WINDOWS, needed, self.sizing.hbm_bytes, way)
         slot = self.layout.slot_bytes_per_token
         tokens = max(self.batch * self.workload.kept_tokens, float(self.workload.longest))
         _check_drives(self.machine.drives, tokens * slot)
@@ -484,6 +513,8 @@ class _Page(_Case):
 
     def read_bytes(self, step: StepResult) -> float:
         drives = sum(use.nbytes for name, use in step.usage.items() if name.startswith("drive "))
+        if self.near is not None:
+            drives *= self.near.missing
         new = self.batch * self.kv_token
         return max(0.0, drives - new) / self.batch * self.workload.output
 
@@ -498,6 +529,12 @@ class _Page(_Case):
 
     def dram(self) -> dict[str, float]:
         return {name: float(nbytes) for name, nbytes in self.division.nbytes.items() if nbytes}
+
+
+def inputs_bytes(sizing: Sizing, choice: Choice) -> float:
+    """HBM beside vLLM's count for X of open blocks, and of those that a step completes."""
+    tokens = choice.batch * sizing.block_tokens + choice.chunk
+    return float(tokens * sizing.model.x_bytes_per_token()) if choice.x else 0.0
 
 
 def page_step(sizing: Sizing, choice: Choice) -> StepResult:

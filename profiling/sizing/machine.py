@@ -17,7 +17,15 @@ from vllm_ssdkv.profiling.simulation.description import (
     Positive,
     read_descriptions,
 )
-from vllm_ssdkv.profiling.simulation.hardware import Drive, Gpu, Link, described, find
+from vllm_ssdkv.profiling.simulation.hardware import (
+    Drive,
+    Gpu,
+    Link,
+    Network,
+    described,
+    find,
+    node_costs,
+)
 
 COSTS: Final = Path(__file__).parent / "data" / "costs.yaml"
 WEIGHTS_SHARE: Final = 0.9
@@ -102,6 +110,77 @@ Rate = Annotated[Size, BeforeValidator(_named)]
 """Bytes per second, or the name of a link."""
 
 
+Part = Annotated[float, Field(gt=0, le=1)]
+"""Part of a figure that is reached."""
+
+ATTENTION: Final = {1: 0.72, 4: 0.66, 8: 0.46}
+"""Part of memory bandwidth at which cores attend, by query heads of a KV head; between two, the
+lower one (docs/performance.md)."""
+
+
+class Efficiency(BaseModel):
+    """Part of each figure of a data sheet that is reached: measured, unless the caller says.
+
+    Attributes:
+        gpu_bandwidth: A copy in the memory of an H100 (docs/gpu.md).
+        gpu_flops: Products of matrices on an H200 (``data/gpus.yaml``).
+        links: A copy from DRAM to an H100 (docs/gpu.md), and the link of the drives likewise.
+        drives: Reads of 64 KiB against fio, times one request over several drives
+            (docs/performance.md).
+        nodes: Four nodes that attend, against four times one (docs/performance.md).
+        attention: Part of memory bandwidth at which cores attend; None: :data:`ATTENTION`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    gpu_bandwidth: Part = 0.896
+    gpu_flops: Part = 0.8
+    links: Part = 0.85
+    drives: Part = 0.95
+    nodes: Part = 0.97
+    attention: Part | None = None
+
+    def attends(self, group: int) -> float:
+        """Part of memory bandwidth at which cores attend with ``group`` query heads a KV head."""
+        if self.attention is not None:
+            return self.attention
+        return next((part for most, part in ATTENTION.items() if group <= most), ATTENTION[8])
+
+    @property
+    def text(self) -> str:
+        """As the plan states it."""
+        parts = self.model_dump(exclude_none=True)
+        given = ", ".join(f"{name} {part:g}" for name, part in parts.items())
+        return f"reached of what data sheets say (efficiency in --machine): {given}"
+
+
+MEASURED: Final = Efficiency()
+"""Efficiency that this project has measured."""
+
+
+class FpgaEntry(BaseModel):
+    """A card whose kernels attend. ``attend_bandwidth``: bytes/s of K and V, its link included."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    xclbin: str
+    attend_bandwidth: Size
+
+
+class NodesEntry(BaseModel):
+    """Nodes that have the drives, evenly, in place of the engine's machine.
+
+    Attributes:
+        network: Of each node's port, and of the engine's: a name of ``data/networks.yaml``.
+        state_dir: Of the engine in mode page: its index and journal.
+        memory_bandwidth: Of each node. None: they do not attend.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    addresses: Annotated[tuple[str, ...], Field(min_length=1)]
+    network: str
+    state_dir: str
+    memory_bandwidth: Size | None = None
+
+
 class MachineFile(BaseModel):
     """A machine as YAML has it.
 
@@ -116,6 +195,10 @@ class MachineFile(BaseModel):
     drives_link: Rate | None = None
     dram: Size
     drives: Annotated[tuple[DriveEntry, ...], Field(min_length=1)]
+    dram_bandwidth: Size | None = None
+    fpga: FpgaEntry | None = None
+    nodes: NodesEntry | None = None
+    efficiency: Efficiency = MEASURED
     host_watts: Positive | None = None
     host_price_usd: Positive | None = None
     step_overhead_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = STEP_OVERHEAD_S
@@ -136,6 +219,10 @@ class SizedMachine:
         watts: At work. None: of a part that nobody knows.
         price_usd: None: likewise.
         step_overhead_s: Seconds of a step that are neither memory nor arithmetic.
+        dram_bandwidth: Of the host's memory. None: its cores do not attend.
+        fpga: Card that attends, if there is one.
+        nodes: They have the drives. None: the machine itself.
+        efficiency: Part of the data sheets' figures that the others here are.
         cpu: Whether vLLM runs on the processor: HBM is then a part of the memory.
     """
 
@@ -149,8 +236,34 @@ class SizedMachine:
     watts: float | None = None
     price_usd: float | None = None
     step_overhead_s: float = STEP_OVERHEAD_S
+    dram_bandwidth: float | None = None
+    fpga: FpgaEntry | None = None
+    nodes: NodesEntry | None = None
+    efficiency: Efficiency = MEASURED
     cpu: bool = False
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def network(self) -> Network | None:
+        """The nodes' network; None: the drives are the machine's own."""
+        return None if self.nodes is None else find(Network, self.nodes.network)
+
+    @property
+    def reached(self) -> tuple[Drive, ...]:
+        """Drives as the engine reaches them: those of nodes share their node's port."""
+        network = self.network
+        if self.nodes is None or network is None:
+            return self.drives
+        port = network.bandwidth * len(self.nodes.addresses) / len(self.drives)
+        far = 2 * network.latency_s + node_costs("tcp").attend
+        return tuple(
+            one.with_figures(
+                read_bandwidth=min(one.read_bandwidth, port),
+                write_bandwidth=min(one.write_bandwidth, port),
+                latency_s=one.latency_s + far,
+            )
+            for one in self.drives
+        )
 
     def with_drives(self, count: int) -> SizedMachine:
         """The machine with ``count`` more of its last drive. Their power and price are added."""
@@ -264,17 +377,31 @@ def machine_of(given: MachineFile, where: str) -> SizedMachine:
         drives += [drive] * entry.count
         paths += entry.paths
     parts = _parts(given, drives)
+    reached = given.efficiency
+    link = reached.links * given.gpu_link * given.gpus
+    drives_link = link if given.drives_link is None else reached.links * given.drives_link
+    if given.nodes is not None:
+        try:
+            port = find(Network, given.nodes.network).bandwidth
+        except ConfigError as error:
+            raise ConfigError(f"{where}: nodes.network: {error}") from None
+        drives_link = min(drives_link, port)
     return SizedMachine(
-        gpu=_several(gpu, given.gpus),
-        gpu_link=given.gpu_link * given.gpus,
-        drives_link=given.drives_link or given.gpu_link * given.gpus,
+        gpu=_several(gpu, given.gpus, reached),
+        gpu_link=link,
+        drives_link=drives_link,
         dram_bytes=given.dram,
-        drives=tuple(drives),
+        drives=tuple(_slowed(one, reached) for one in drives),
         gpus=given.gpus,
         paths=tuple(paths),
         watts=_sum(_times(watts, given.gpus), *parts["watts"]),
         price_usd=_sum(_times(price, given.gpus), *parts["price_usd"]),
         step_overhead_s=given.step_overhead_s,
+        dram_bandwidth=given.dram_bandwidth,
+        fpga=given.fpga,
+        nodes=given.nodes,
+        efficiency=reached,
+        notes=(reached.text,),
     )
 
 
@@ -289,11 +416,17 @@ def _parts(given: MachineFile, drives: list[Drive]) -> dict[str, list[float | No
     return {"watts": watts, "price_usd": prices}
 
 
-def _several(gpu: Gpu, count: int) -> Gpu:
-    if count == 1:
-        return gpu
+def _several(gpu: Gpu, count: int, reached: Efficiency) -> Gpu:
     return gpu.with_figures(
         memory_bytes=gpu.memory_bytes * count,
-        bandwidth=gpu.bandwidth * count,
-        flops=gpu.flops * count,
+        bandwidth=gpu.bandwidth * count * reached.gpu_bandwidth,
+        flops=gpu.flops * count * reached.gpu_flops,
+    )
+
+
+def _slowed(drive: Drive, reached: Efficiency) -> Drive:
+    return drive.with_figures(
+        read_bandwidth=drive.read_bandwidth * reached.drives,
+        write_bandwidth=drive.write_bandwidth * reached.drives,
+        iops=drive.iops * reached.drives,
     )

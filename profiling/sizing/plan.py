@@ -22,6 +22,7 @@ from vllm_ssdkv.profiling.sizing.forecast import (
     Sizing,
 )
 from vllm_ssdkv.profiling.sizing.machine import SizedMachine
+from vllm_ssdkv.profiling.sizing.near import OffloadKind
 from vllm_ssdkv.profiling.table import Cell, Table
 
 SCHEMA: Final = 1
@@ -132,6 +133,8 @@ class Plan:
                 "drives": len(machine.drives),
                 "gpu_link": machine.gpu_link,
                 "drives_link": machine.drives_link,
+                "nodes": 0 if machine.nodes is None else len(machine.nodes.addresses),
+                "efficiency": machine.efficiency.model_dump(),
                 "notes": list(machine.notes),
             },
             "best": asdict(self.best),
@@ -238,12 +241,33 @@ def _size(nbytes: float) -> str:
     return approximate_size(int(nbytes))
 
 
-def choices(most: int, selectors: Sequence[str], budget: float) -> Iterator[list[Choice]]:
-    """Every way, each with batches to begin with: powers of 2 up to the wish, and that."""
+def choices(
+    most: int, selectors: Sequence[str], budget: float, machine: SizedMachine | None = None
+) -> Iterator[list[Choice]]:
+    """Every way, each with batches to begin with: powers of 2 up to the wish, and that.
+
+    ``machine``: has who attends near storage, for exact attention.
+    """
     batches = sorted({2**n for n in range(most.bit_length()) if 2**n <= most} | {most})
     yield [Choice("reuse", batch=batch) for batch in batches]
     for selector in selectors:
         yield [Choice("page", selector, budget, batch) for batch in batches]
+    if machine is not None and "exact" in selectors:
+        for way in _near(machine):
+            yield [replace(way, batch=batch) for batch in batches]
+
+
+def _near(machine: SizedMachine) -> Iterator[Choice]:
+    """Ways of who can attend near storage on this machine."""
+    if machine.nodes is not None:
+        if machine.nodes.memory_bandwidth is not None:
+            yield Choice("page", offload="node")
+        return
+    there: dict[OffloadKind, object] = {"host": machine.dram_bandwidth, "fpga": machine.fpga}
+    for kind, part in there.items():
+        if part is not None:
+            yield Choice("page", offload=kind)
+            yield Choice("page", offload=kind, x=True)
 
 
 def forecast(sizing: Sizing, choice: Choice, wish: Wish) -> Forecast:
@@ -316,7 +340,7 @@ def make_plan(
             "--want-life: how much the drives may be written is not known; give --endurance, or "
             "endurance_bytes in --machine"
         )
-    ways = list(choices(sizing.workload.at_a_time, selectors, budget))
+    ways = list(choices(sizing.workload.at_a_time, selectors, budget, sizing.machine))
     found, refused = _possible(sizing, ways, wish)
     granting = [one for one in found if not any(wish.failing(one))]
     if not granting:
@@ -347,11 +371,16 @@ def _check_positions(sizing: Sizing) -> None:
 
 
 def _preferred(found: Iterable[Forecast]) -> Forecast:
-    """The fastest that is exact, or if none is, the fastest; reuse where it is about as fast."""
+    """The fastest that is exact, or if none is, the fastest; the simplest that is about as fast."""
     exact = [one for one in found if one.choice.exact] or list(found)
     best = max(exact, key=lambda one: one.tokens_per_s)
-    simple = (one for one in exact if one.choice.mode == "reuse")
-    return next((one for one in simple if one.tokens_per_s > ALIKE * best.tokens_per_s), best)
+    alike = [one for one in exact if one.tokens_per_s > ALIKE * best.tokens_per_s]
+    return min(alike, key=lambda one: (_parts_of(one.choice), -one.tokens_per_s))
+
+
+def _parts_of(choice: Choice) -> int:
+    """Parts that a way needs: the fewer, the simpler it is."""
+    return (choice.mode == "page") + (choice.offload is not None) + choice.x
 
 
 def _possible(
@@ -425,7 +454,7 @@ def curves(
 ) -> dict[str, list[tuple[float, float]]]:
     """Tokens/s of each way by requests at a time, as far as they fit."""
     found: dict[str, list[tuple[float, float]]] = {}
-    for way in choices(sizing.workload.at_a_time, selectors, budget):
+    for way in choices(sizing.workload.at_a_time, selectors, budget, sizing.machine):
         points = []
         for choice in way:
             try:

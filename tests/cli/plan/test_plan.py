@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from tests.kit.commands import check_vllm
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.cli.main import app
 from vllm_ssdkv.cli.monitor.metrics_scrape import parse
@@ -50,6 +51,49 @@ def test_a_plan_ends_with_the_command_that_serves(machine: str) -> None:
     assert words[:3] == ["vllm", "serve", "meta-llama/Llama-3.1-8B"]
     config = json.loads(words[words.index("--kv-transfer-config") + 1])
     SSDKVConfig.from_extra_config(config["kv_connector_extra_config"])
+
+
+OPT = {"model_type": "opt", "num_hidden_layers": 40, "hidden_size": 5120, "ffn_dim": 20480}
+OPT |= {"num_attention_heads": 40, "vocab_size": 50272, "max_position_embeddings": 65536}
+NODES = "nodes: {addresses: ['tcp://10.0.0.1:8470', 'tcp://10.0.0.2:8470'], network: ethernet-25g, "
+
+
+@pytest.mark.parametrize(
+    ("more", "prompt", "text"),
+    [
+        ("dram_bandwidth: 200GB", "60000", "page, exact, offload host, X"),
+        (
+            "fpga: {xclbin: /srv/k.xclbin, attend_bandwidth: 100GB}",
+            "60000",
+            "page, exact, offload fpga, X",
+        ),
+        (
+            NODES + "state_dir: /srv/kv, memory_bandwidth: 50GB}",
+            "60000",
+            "page, exact, offload node",
+        ),
+        (NODES + "state_dir: /srv/kv}", "60000", "page, exact"),
+        (NODES + "state_dir: /srv/kv}", "1024", "reuse"),
+    ],
+)
+def test_vllm_takes_the_command_of_a_way_near_storage(
+    tmp_path: Path, more: str, prompt: str, text: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**OPT, "dtype": "float16"}))
+    file = tmp_path / "machine.yaml"
+    file.write_text(MACHINE.replace("128GiB", "8GiB") + more + "\n")
+    short = ["--prompt", prompt, "--at-a-time", "1", "--selectors", "exact"]
+    result = run(str(tmp_path), "--machine", str(file), *short)
+    assert result.exit_code == 0, result.stderr
+    assert f"{text} " in result.stdout.split("Ways")[0]
+    words = shlex.split(result.stdout.splitlines()[-1])
+    check_vllm(words[2:])
+    config = json.loads(words[words.index("--kv-transfer-config") + 1])
+    options = SSDKVConfig.from_extra_config(config["kv_connector_extra_config"])
+    kind = None if options.offload is None else options.offload.kind
+    assert ("offload" in text) == (kind is not None)
+    assert kind is None or f"offload {kind}" in text
+    assert bool(options.nodes) == more.startswith("nodes")
 
 
 def test_weights_are_those_of_the_models_files(machine: str, tmp_path: Path) -> None:

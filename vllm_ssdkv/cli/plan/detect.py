@@ -92,12 +92,15 @@ def detect(
         "dram": dram or share * free,
         "drives": [{**entry, "endurance_bytes": endurance} for entry in entries],
     }
+    # The drives were measured through the engine: nothing is lost beside that.
+    given["efficiency"] = {"drives": 1.0}
     if not gpus:
         # HBM, DRAM and the buffers of drives are one memory.
         given["gpu_link"] = given["gpu"]["bandwidth"]
+        given["efficiency"] |= dict.fromkeys(("gpu_bandwidth", "gpu_flops", "links"), 1.0)
         notes.append("no GPU: vLLM on the processor, whose rates were measured in half a second")
     machine = machine_of(checked(MachineFile, given, "this machine"), "this machine")
-    return replace(machine, cpu=not gpus, notes=tuple(notes))
+    return replace(machine, cpu=not gpus, notes=(*machine.notes, *notes))
 
 
 def _gpus() -> list[str]:
