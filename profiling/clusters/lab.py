@@ -243,7 +243,11 @@ def schedule_table(traces: Sequence[Trace], settings: Settings) -> Table:
     for trace in traces:
         heads = trace.adjacent_heads(LAYER_HEADS)
         clusters, which = activated_clusters(trace, heads, settings)
+        alone = activated_clusters(trace, heads, settings, page_clusters.NO_REPLICA)
         for drives in settings.drives:
+            single, picked = alone
+            reads = page_clusters.scheduled(picked, single, drives, "full")
+            rows.setdefault(("no replica", drives), []).append(1e6 * reads.seconds(DRIVES[0]))
             for schedule in page_clusters.SCHEDULES:
                 reads = page_clusters.scheduled(which, clusters, drives, schedule)
                 rows.setdefault((schedule, drives), []).append(1e6 * reads.seconds(DRIVES[0]))
@@ -261,13 +265,16 @@ def schedule_table(traces: Sequence[Trace], settings: Settings) -> Table:
 
 
 def activated_clusters(
-    trace: Trace, heads: list[tuple[int, int]], settings: Settings
+    trace: Trace,
+    heads: list[tuple[int, int]],
+    settings: Settings,
+    variant: page_clusters.Variant = page_clusters.VARIANTS[0],
 ) -> tuple[list[Clusters], list[list[I64]]]:
     """Clusters of each head, and those that each step activates, by mean weight."""
     clusters, picks = [], []
     for layer, number in heads:
         head = mass_recall.Head.of(trace, layer, number, _steps(trace, settings))
-        made = page_clusters.clusters_of(head.profile, page_clusters.VARIANTS[0])
+        made = page_clusters.clusters_of(head.profile, variant)
         weight = scores.weight_sum(scores.channel_logits(head.query, head.keys, head.scale))
         ranked = routing.member_scores(weight, made)
         budget = budget_pages(0.1, head.pages)

@@ -34,9 +34,10 @@ class Variant:
     form: Form = "conditional"
 
 
+NO_REPLICA: Final = Variant("Swarm, no replica", copies=False)
 VARIANTS: Final = (
     Variant("Swarm"),
-    Variant("Swarm, no replica", copies=False),
+    NO_REPLICA,
     Variant("Swarm, medoid only", expand="medoid"),
     Variant("Swarm, Jaccard", form="jaccard"),
     Variant("Swarm, P as printed", form="printed"),

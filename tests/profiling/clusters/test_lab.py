@@ -138,6 +138,13 @@ def test_published_ratios_of_schedules_are_of_the_named_ones() -> None:
     table = lab.schedule_table(traces, settings)
     text = lab.schedule_ratios([table], settings)
     assert text == "; ".join(f"{min(of):.2f}x .. {max(of):.2f}x" for of in zip(*found, strict=True))
+    rows = {(name, of): times for name, of, *times in table.rows if of == drives}
+    for number, one in enumerate(traces):
+        args = one, one.adjacent_heads(8), settings, page_clusters.NO_REPLICA
+        alone = cluster_reads.totals(*lab.activated_clusters(*args), drives)
+        times = (rows[name, drives][number] for name in ("no replica", "full"))
+        ratio = alone["full"] / counted[number]["full"]
+        assert next(times) / next(times) == pytest.approx(ratio, rel=1e-6)
 
 
 def test_bytes_at_equal_recall_meet_their_meaning() -> None:
