@@ -134,7 +134,14 @@ class Rank:
         self.report.bad.extend((slot, -1) for slot in bad)
         unread = self.failing.intersection(slots)
         self.report.unread.extend((slot, -1) for slot in unread)
-        return None if bad or unread else [s for slot in slots for s in self.slots[slot].symbols]
+        if bad or unread:
+            return None
+        found: Symbols = []
+        for index, slot in enumerate(slots):
+            held = self.slots[slot].symbols
+            at = index * BLOCK % len(held)  # X of several blocks shares a slot
+            found += held[at : at + BLOCK]
+        return found
 
     def poison(self, row: Row) -> set[int]:
         """Throw the row's output away; slots that this step must not save."""
@@ -157,9 +164,10 @@ class Rank:
             if full or slot in spoiled:
                 self.report.skipped.append((slot, epoch))
                 continue
-            assert len(hbm[block]) in self.sizes, "a block is saved before it is full"
+            blocks = plan.x_slots.get(slot, [block])
+            assert all(len(hbm[b]) in self.sizes for b in blocks), "saved before it is full"
             self.overwrite(slot)
-            self.slots[slot] = Slot(epoch, list(hbm[block]))
+            self.slots[slot] = Slot(epoch, [symbol for b in blocks for symbol in hbm[b]])
         if not bound:
             pairs = zip(plan.commit.slots.tolist(), plan.commit.epochs.tolist(), strict=True)
             self.report.unbound.extend(pairs)

@@ -58,6 +58,7 @@ from vllm_ssdkv.connector.scheduler.scheduler import SSDKVScheduler
 from vllm_ssdkv.connector.scheduler.scheduler_parts import EngineFacts, SchedulerStore
 from vllm_ssdkv.connector.scheduler.speculation import Speculation
 from vllm_ssdkv.connector.scheduler.suspension import Suspension
+from vllm_ssdkv.offload.xcache.x_rule import XShape
 from vllm_ssdkv.plugin import register
 from vllm_ssdkv.store.devices.wear import WearLedger
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
@@ -204,12 +205,14 @@ class Simulation:
         retention: int | None = None,
         verify_hits: int = 0,
         x_share: float = 0.0,
+        x_blocks: int = 2,
         on_reset: str = "keep",
         sizes: Sequence[int] | None = None,
     ):
         """``windows``: of each KV cache group in reuse mode; None is full attention. ``retention``:
         ``--prefix-cache-retention-interval``; None keeps everything. ``sizes``: tokens of a block
-        of each group, of which the largest is one of ours."""
+        of each group, of which the largest is one of ours. ``x_blocks``: blocks whose X shares a
+        slot."""
         self.sizes = tuple(sizes or [BLOCK] * len(windows))
         hash_tokens = min(self.sizes)
         config.speculative_config = drafts
@@ -271,6 +274,7 @@ class Simulation:
                 ranks,
                 Speculation.of(config, BLOCK),
                 x_share=x_share,
+                x_shape=XShape(hidden=2 * 96 // x_blocks, kv_heads=1, head_size=96, itemsize=2),
                 hashes_per_block=BLOCK // hash_tokens,
                 kv_events=startup.publishes_events(config, own=True),
                 steps_ahead=depth,

@@ -66,12 +66,14 @@ def serve(task: dict[str, Any], engine: Engine) -> None:
         wrong = [i for i, got in zip(batch, tokens, strict=True) if got != task["reference"][i]]
         if wrong:
             raise AssertionError(f"batch {number}: prompts {wrong} were answered differently")
-        say(event="right", cached=sum(a.cached for a in answers), tickets=tickets(task, engine))
+        named = {"tickets": "offload_tickets", "as_x": "x_cache_requests"}
+        counts = {name: near(task, engine, metric) for name, metric in named.items()}
+        say(event="right", cached=sum(a.cached for a in answers), **counts)
 
 
-def tickets(task: dict[str, Any], engine: Engine) -> float:
-    """Pieces of work that a device near storage was given."""
-    return engine.ssdkv("offload_tickets") if "offload" in (task["ssdkv"] or {}) else 0.0
+def near(task: dict[str, Any], engine: Engine, name: str) -> float:
+    """A count of engines with a device near storage."""
+    return engine.ssdkv(name) if "offload" in (task["ssdkv"] or {}) else 0.0
 
 
 def wait_between_writes(task: dict[str, Any], engine: Engine) -> None:
@@ -92,7 +94,7 @@ def wait_between_writes(task: dict[str, Any], engine: Engine) -> None:
         behind = min(r.num_computed_tokens % engine.block for r in running)
         gauges = index.gauges()
         if behind >= BETWEEN and gauges["writing"] == 0:
-            say(event="held", ready=gauges["ready"], tickets=tickets(task, engine))
+            say(event="held", ready=gauges["ready"], tickets=near(task, engine, "offload_tickets"))
             signal.pause()
     raise RuntimeError("the requests ended")
 

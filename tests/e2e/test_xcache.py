@@ -15,12 +15,14 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 
 from tests.e2e.models import make_llama, prompts
 from tests.e2e.stock import Stock
+from tests.e2e.workload import SMALL_DRAM
 from tests.e2e.xcache import BLOCK, CHUNK, PROMPTS, WINDOW, comparing, start
 from tests.kit.engine import Engine
 from vllm_ssdkv.connector import active_worker
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 
-MODELS = ("llama-mha", "opt")
+MODELS = {"llama-mha": SMALL_DRAM, "opt": "5.5MiB"}
+"""DRAM that holds a part of the contexts, of which a frame holds two blocks as X."""
 
 
 def shape_of(worker: SSDKVWorker) -> tuple[int, int]:
@@ -78,7 +80,7 @@ def case(
     devices: Callable[..., list[dict[str, str]]],
 ) -> Iterator[Case]:
     wanted = [answer.tokens for answer in stock_mha.answers(request.param, PROMPTS)]
-    with start(mha[request.param], devices(2)) as engine:
+    with start(mha[request.param], devices(2), dram=MODELS[request.param]) as engine:
         yield Case(engine, wanted)
 
 
@@ -115,12 +117,42 @@ def test_bytes_are_those_of_the_formula(case: Case) -> None:
     case.engine.answers(prompts((length,), 11), answer)
     case.engine.settle()
     starts = [*range(0, length, CHUNK), *range(length, length + answer - 1)]
-    blocks = sum(max(0, computed - WINDOW + 1) // BLOCK for computed in starts)
+    contexts = [max(0, computed - WINDOW + 1) // BLOCK for computed in starts]
+    blocks, slots = sum(contexts), sum(-(-blocks // 2) for blocks in contexts)
     layers, x_bytes = shape_of(case.worker)
     assert case.engine.ssdkv("x_cache_bytes") - before[0] == blocks * BLOCK * layers * x_bytes
-    # Pages of half of a layer's bytes are read.
+    # Two blocks are read as one of K and V is.
     read = sum(case.engine.ssdkv("context_pages_streamed", tier=t) - n for t, n in pages.items())
-    assert read == blocks * case.worker.layout.geometry.kv_pages // 2
+    assert read == slots * case.worker.layout.geometry.kv_pages
+
+
+def test_slots_bytes_written_and_wear_are_half(case: Case) -> None:
+    names = ("slots_stored", "bytes_written", "wear_bytes")
+    most, allocated, found = dict[float, int](), dict[float, int](), dict[float, list[float]]()
+    ours = case.engine.scheduler.connector.scheduler
+    case.engine.answers(prompts((200,), 13), 4)  # what nobody has counted has no sample
+    case.engine.settle()
+    for share in (1.0, 0.0):  # X is not found by who is stored as K and V
+        case.share(share)
+        before = [case.engine.ssdkv(name) for name in names]
+        first = ours.index.counters["allocated"]
+        case.engine.add("one", prompts((500,), 12)[0], 24)
+        most[share] = 0
+
+        def look(number: int, share: float = share) -> None:
+            held = [one.reserved + len(set(one.slots)) for one in ours.requests.values()]
+            most[share] = max(most[share], *held, 0)
+
+        case.engine.run(look)
+        case.engine.settle()
+        allocated[share] = ours.index.counters["allocated"] - first
+        after = [case.engine.ssdkv(name) for name in names]
+        found[share] = [new - old for new, old in zip(after, before, strict=True)]
+    slot_bytes = case.worker.layout.geometry.slot_bytes
+    assert most == {0.0: 17, 1.0: 9}  # of 524 tokens at most
+    assert allocated == {0.0: 16, 1.0: 8}
+    assert found[0.0] == [16, 16 * slot_bytes, 16 * slot_bytes]
+    assert found[1.0] == [8, 8 * slot_bytes, 8 * slot_bytes]
 
 
 def test_given_up_and_preempted(case: Case) -> None:

@@ -64,7 +64,7 @@ def test_encrypted_drives_that_fail_change_no_token(
     options: dict[str, Any] = {
         "encryption": {"key_file": str(key)},
         "io": {"staging": "4MiB", "fault_file": str(faults)},
-        "dram": "16MiB",
+        "dram": "11MiB",
     }
     with start(mha, devices(3), share=share, **options) as engine:
         wanted = engine.answers(PROMPTS, 40)

@@ -118,6 +118,8 @@ def test_what_is_streamed_and_has_room_is_told(make_store: MakeStore) -> None:
     assert [len(blocks) for blocks in store.streamed(contexts, 1 / 8)] == [17, 0]
     told = store.streamed(contexts, 1)
     assert [len(blocks) for blocks in told] == [80, 0]  # as many as there are frames
+    paired = [np.repeat(every, 2)]  # as X of two blocks is in each
+    assert [blocks.tolist() for blocks in store.streamed(paired, 1)] == [list(range(0, 160, 2))]
     store.extend_context("first", 0, first)
     for slot in range(0, 78):
         assert rig.load({slot: names[slot]}, []).complete

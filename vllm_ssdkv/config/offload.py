@@ -220,10 +220,10 @@ class OffloadConfig(OptionModel):
         Literal["auto"] | Annotated[float, Field(ge=0, le=1)],
         Field(
             description="Share of the contexts whose requests store X, the input of each layer's "
-            "QKV projection, in place of K and V. This halves the bytes of a model without "
-            "grouped queries. The accelerator projects X again in every step, while the device "
-            "attends to the contexts of other requests. Such a context is never found again. "
-            "`auto` balances the two by measured rates (docs/internals/xcache.md)."
+            "QKV projection, in place of K and V. This halves slots, writes and reads of a model "
+            "without grouped queries. The accelerator projects X again in every step, while the "
+            "device attends to the contexts of other requests. Such a context is never found "
+            "again. `auto` balances the two by measured rates (docs/internals/xcache.md)."
         ),
         Allowed('"auto" or a number from 0 to 1'),
         BeforeValidator(_share),

@@ -269,8 +269,9 @@ class StepPlan:
     adapters: dict[int, Adapter] = field(default_factory=dict)
     """Adapters of requests in this step that keys are bound to, by number."""
     save: CopyToDram = field(default_factory=lambda: CopyToDram.of(()))
-    x_slots: list[int] = field(default_factory=list)
-    """Slots of ``save`` that get X in place of K and V."""
+    x_slots: dict[int, list[int]] = field(default_factory=dict)
+    """Slots of ``save`` that get X in place of K and V, with the HBM blocks that it is of. The
+    last one is complete when the step ends, and the others are still in the window."""
     commit: Flush = field(default_factory=lambda: Flush.of(()))
     copy_frames: CopyFrames | None = None
     loads: list[Load] = field(default_factory=list)

@@ -149,7 +149,9 @@ class ContextStore(TieredStore):
         left = min(room, max(_LEAST_ROOM, int(most * missing)))
         seen = np.zeros(0, dtype=np.int64)
         for i, positions in enumerate(found):
-            new = positions[~np.isin(contexts[i][positions], seen)][:left]
+            new = positions[~np.isin(contexts[i][positions], seen)]
+            _, first = np.unique(contexts[i][new], return_index=True)  # X of several shares a slot
+            new = new[np.sort(first)][:left]
             seen = np.concatenate([seen, contexts[i][new]])
             left -= len(new)
             found[i] = new

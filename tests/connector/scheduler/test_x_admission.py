@@ -28,8 +28,10 @@ def play(share: float, events: list[tuple[int, str]]) -> tuple[XAdmission, list[
             made.left(gone)
             continue
         name = str(number)
+        expected = made.would_admit(blocks)
         made.arrived(name, blocks)
         as_x = made.admit(name)
+        assert as_x == expected
         running[name] = blocks, as_x
         found.append(as_x)
         total = sum(b for b, _ in running.values())

@@ -56,16 +56,24 @@ def arena() -> Iterator[Arena]:
     made.close()
 
 
-def test_rows_attend_to_all_of_their_blocks_and_to_no_others(arena: Arena) -> None:
-    """Rows of 0, 40, 1 and 70 blocks: parts of 64 begin and end amid rows; rows in another order
-    in the batch."""
+@pytest.mark.parametrize("per_slot", [1, 2])
+def test_rows_attend_to_all_of_their_blocks_and_to_no_others(arena: Arena, per_slot: int) -> None:
+    """Rows of 0, 40, 1 and 70 blocks: parts of 64 begin and end amid rows, and the third row amid a
+    slot; rows in another order in the batch."""
     torch.manual_seed(0)
-    inputs = InputLayout(GEOMETRY, BLOCK, HIDDEN, torch.float32)
+    inputs = InputLayout(GEOMETRY, BLOCK, HIDDEN, torch.float32, per_slot)
     blocks = [0, 40, 1, 70]
     x = torch.randn(sum(blocks), 2, BLOCK, HIDDEN)
-    places = np.random.default_rng(0).permutation(256)[: sum(blocks)]
-    for one, place in zip(x, places.tolist(), strict=True):
-        inputs.put(one, arena.view(place * GEOMETRY.frame_bytes, GEOMETRY.frame_bytes))
+    slots = iter(np.random.default_rng(0).permutation(256).tolist())
+    found = []
+    for own in torch.split(x, blocks):
+        for slot in torch.split(own, per_slot):
+            place = next(slots)
+            found += [place] * len(slot)
+            more = torch.randn(per_slot - len(slot), 2, BLOCK, HIDDEN)
+            whole = torch.cat([slot, more]).transpose(0, 1).reshape(2, -1, HIDDEN)
+            inputs.put(whole, arena.view(place * GEOMETRY.frame_bytes, GEOMETRY.frame_bytes))
+    places = np.array(found)
     base = np.uint64(arena.address + GEOMETRY.layer_offset(LAYER)) + places.astype(
         np.uint64
     ) * np.uint64(GEOMETRY.frame_bytes)

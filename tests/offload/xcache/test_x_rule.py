@@ -83,3 +83,20 @@ def test_the_log_has_the_times() -> None:
     assert "storage 4.1 ms" in text
     assert "the link 4.1 ms" in text
     assert "5.5 ms without X" in text
+
+
+@pytest.mark.parametrize(
+    ("hidden", "kv_heads", "head_size", "blocks"),
+    [(4096, 32, 128, 2), (3072, 16, 256, 2), (3840, 8, 256, 1), (1024, 32, 128, 8)],
+    ids=["Llama 2 7B", "Gemma 7B", "Gemma 3 12B", "narrow"],
+)
+def test_as_many_blocks_share_a_slot_as_fit_and_stay_in_the_window(
+    hidden: int, kv_heads: int, head_size: int, blocks: int
+) -> None:
+    shape = XShape(hidden, kv_heads, head_size, 2)
+    assert shape.blocks_per_slot(16, 4096) == blocks
+    for window in range(1, 200):
+        found = shape.blocks_per_slot(16, window)
+        # When the last block is full, the first one has a token in the window of the next query.
+        assert (found - 1) * 16 < window
+        assert found == blocks or found * 16 >= window

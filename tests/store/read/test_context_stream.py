@@ -610,15 +610,18 @@ def walk(rig: StoreRig, stream: ContextStream, pages: int) -> dict[int, list[np.
 
 @pytest.mark.parametrize("geometry", [PAGED, PAGED_ENCRYPTED], ids=["plain", "encrypted"])
 @pytest.mark.parametrize("in_dram", [0, 10])
+@pytest.mark.parametrize("per_slot", [1, 2])
 def test_two_threads_walk_at_once_and_read_what_they_need(
-    make_store: MakeStore, geometry: SlotGeometry, in_dram: int
+    make_store: MakeStore, geometry: SlotGeometry, in_dram: int, per_slot: int
 ) -> None:
+    """A slot with X of several blocks is read once."""
     rig = rig_of(make_store, geometry, frames=64)
     away = [*range(in_dram, SLOTS), *range(SLOTS + in_dram, 2 * SLOTS)]
     rig.store.frames.forget(array(away))
     before = sum(rig.total("bytes_read", device=path) for path in rig.files.health.paths)
     layers, per_layer = range(geometry.layers), geometry.pages_per_layer
-    x = rig.store.stream_x([array(range(SLOTS, 2 * SLOTS))], layers)
+    blocks = np.repeat(np.arange(SLOTS, 2 * SLOTS), per_slot)[: per_slot * SLOTS - per_slot + 1]
+    x = rig.store.stream_x([blocks], layers)
     kv = rig.store.stream([array(range(SLOTS))])
     found: dict[int, list[np.ndarray]] = {}
     thread = threading.Thread(target=lambda: found.update(walk(rig, kv, per_layer)))
@@ -628,13 +631,16 @@ def test_two_threads_walk_at_once_and_read_what_they_need(
     assert not kv.poisoned | x.poisoned
     for block in range(SLOTS):
         np.testing.assert_array_equal(np.stack(found[block]), rig.kv(700 + block))
-        of_x = rig.kv(700 + SLOTS + block).reshape(geometry.layers, per_layer, -1)[:, :PAGES]
-        stacked = np.stack(theirs[block]).reshape(of_x.shape)
-        np.testing.assert_array_equal(stacked, of_x)
+    assert sorted(theirs) == list(range(len(blocks)))
+    for block, pages in theirs.items():
+        slot = 700 + SLOTS + block // per_slot
+        of_x = rig.kv(slot).reshape(geometry.layers, per_layer, -1)[:, :PAGES]
+        np.testing.assert_array_equal(np.stack(pages).reshape(of_x.shape), of_x)
     assert x.pages_used == x.pages_on_ssd == (SLOTS - in_dram) * geometry.layers * PAGES
+    assert x.pages_in_dram == in_dram * geometry.layers * PAGES
     read = sum(rig.total("bytes_read", device=path) for path in rig.files.health.paths) - before
-    pages = (SLOTS - in_dram) * geometry.layers * (per_layer + PAGES)
-    assert read == pages * geometry.page_bytes
+    count = (SLOTS - in_dram) * geometry.layers * (per_layer + PAGES)
+    assert read == count * geometry.page_bytes
     for stream in (x, kv):
         stream.close()
     rig.store.drop_context("r")

@@ -45,8 +45,11 @@ class ModePolicy(Protocol):
     def answered(self, request_id: str, *, waits: bool) -> None:
         """Note vLLM's answer: ``waits`` if the request was told to wait."""
 
-    def allocated(self, state: RequestState) -> None:
-        """A request has been admitted; its load, if any, follows."""
+    def may_find(self, request_id: str) -> bool:
+        """Check whether a request that was admitted just now may begin with stored blocks."""
+
+    def allocated(self, state: RequestState, *, found: bool) -> None:
+        """A request has been admitted; its load follows if anything was ``found``."""
 
     def load_begins(self, state: RequestState, load: GroupLoad, blocks: int) -> None:
         """A request's hit of ``blocks`` blocks is to be loaded."""

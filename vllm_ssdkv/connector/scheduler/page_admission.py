@@ -52,7 +52,7 @@ class PageAdmission:
         self._block, self._max_tokens = engine.block_tokens, engine.max_model_len
 
     def blocks_needed(self, request: Request) -> int:
-        """Slots that the request may take, at most."""
+        """Blocks that the request may have, at most."""
         tokens = min(request.num_prompt_tokens + request.max_tokens, self._max_tokens)
         return int(tokens) // self._block + 1
 
@@ -70,9 +70,9 @@ class PageAdmission:
         self._asked_at = now
         return paused
 
-    def admit(self, request: Request, *, soon: bool) -> WaitReason | None:
-        """Reason for the request to wait; None: there are slots. ``soon``: slots are in use, or
-        being written or loaded, that will be free again.
+    def admit(self, request: Request, needed: int, *, soon: bool) -> WaitReason | None:
+        """Reason for the request to wait; None: there are the slots ``needed``. ``soon``: slots are
+        in use, or being written or loaded, that will be free again.
 
         Raises:
             StoreFailedError: it would wait for ever.
@@ -82,7 +82,6 @@ class PageAdmission:
                 f"the context of request {request.request_id} was lost {MAX_RECOMPUTATIONS} times "
                 f"in a row; devices out of use: {self._weights.lost_paths()}"
             )
-        needed = self.blocks_needed(request)
         if self._index.available() >= needed:
             return None
         self._rebalancer.step(patient=soon, wanted=needed)

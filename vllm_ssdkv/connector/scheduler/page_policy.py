@@ -50,9 +50,14 @@ class PagePolicy:
         # How many running requests' contexts hold a slot.
         self._in_contexts: Counter[int] = Counter()
         self._arriving = PendingContextLoads()
-        self.x_admission = XAdmission(
-            parts.engine.x_share, parts.engine.x_shape, parts.store.counters
-        )
+        shape = parts.engine.x_shape
+        self.x_admission = XAdmission(parts.engine.x_share, shape, parts.store.counters)
+        self._per_slot = 1
+        """Blocks whose X shares a slot."""
+        if shape is not None:
+            self._per_slot = shape.blocks_per_slot(self._block, parts.config.window_tokens)
+        self._only_as_x = ""
+        """Request that was admitted last, if the store has room for its X only."""
 
     def bind(self, hbm: KVCacheManager) -> None:
         """Find the part of the block manager that can send requests back."""
@@ -63,14 +68,23 @@ class PagePolicy:
     # ---- admission ----
 
     def admit(self, request: Request) -> WaitReason | None:
-        """Wait until the store has room for the whole context."""
+        """Wait until the store has room for the whole context, if need be as X."""
         in_use = any(state.reserved or state.slots for state in self._requests.values())
         running = bool(in_use or self._parts.loads)
         if self._admission.awaits_writes(running=running):
             if not self._admission.stands:
                 return WaitReason.WRITES_PAUSED
             self._leave_devices()
-        return self._admission.admit(request, soon=bool(running or self._slots.writing))
+        needed, self._only_as_x = self._admission.blocks_needed(request), ""
+        as_x = self.x_admission.would_admit(needed)
+        if as_x and self._index.available() < needed:
+            needed, self._only_as_x = -(-needed // self._per_slot), request.request_id
+        soon = bool(running or self._slots.writing)
+        return self._admission.admit(request, needed, soon=soon)
+
+    def may_find(self, request_id: str) -> bool:
+        """Check whether the store has room for the context if it begins with a hit: as K and V."""
+        return request_id != self._only_as_x
 
     def _leave_devices(self) -> None:
         """Go on without devices that take no writes: nothing can run otherwise.
@@ -98,11 +112,16 @@ class PagePolicy:
         it reads no prefix cache (``prompt_logprobs``)."""
         self._recovery.wait(request_id, waits=waits)
 
-    def allocated(self, state: RequestState) -> None:
-        """Reserve slots for the request's context."""
-        state.reserved = self._admission.blocks_needed(state.request)
+    def allocated(self, state: RequestState, *, found: bool) -> None:
+        """Decide what its context is stored as, and reserve slots for it."""
+        blocks = self._admission.blocks_needed(state.request)
+        self.x_admission.arrived(state.request_id, blocks)
+        # What begins with K and V goes on so.
+        state.as_x = not found and self.x_admission.admit(state.request_id)
+        if state.as_x:
+            self._keys.keep_apart(state.request_id)
+        state.reserved = -(-blocks // self._per_slot) if state.as_x else blocks
         self._index.reserve(state.reserved)
-        self.x_admission.arrived(state.request_id, state.reserved)
 
     def load_begins(self, state: RequestState, load: GroupLoad, blocks: int) -> None:
         """The hit is the beginning of the request's context."""
@@ -137,10 +156,6 @@ class PagePolicy:
     ) -> None:
         """Tell the workers of the row; every completed block gets a slot, from where it is read
         when the window leaves it."""
-        if not computed and not state.slots and self.x_admission.admit(state.request_id):
-            # It begins with nothing that was found, so none of its context is K and V.
-            state.as_x = True
-            self._keys.keep_apart(state.request_id)
         asked, window = self._parts.asked.of(state.request_id), self._parts.config.window_tokens
         row = state.row(computed, count, self._block, window, asked)
         plan.rows.append(row)
@@ -155,12 +170,13 @@ class PagePolicy:
         self._save(plan, state, end // self._block)
 
     def _save(self, plan: SSDKVMetadata, state: RequestState, end: int) -> None:
-        begin = len(state.slots)
+        begin, per_slot = len(state.slots), self._per_slot if state.as_x else 1
+        end -= end % per_slot
         if begin >= end or state.cut_off:
             return
         keys = self._keys.to_store(state.request, end, begin)
         new: list[int] = []
-        for block in range(begin, end):
+        for block in range(begin, end, per_slot):
             known = block - begin < len(keys)  # else its tokens are still being sampled
             found = self._index.find(keys[block - begin]) if known else None
             # A session that goes on with more input needs more than it was admitted with.
@@ -172,18 +188,17 @@ class PagePolicy:
                 self._index.unreserve(int(reserved))
             else:
                 try:
-                    slot = self._slots.allocate(
-                        state.block_ids[0][block], index=block, reserved=reserved
-                    )
+                    last = state.block_ids[0][block + per_slot - 1]
+                    slot = self._slots.allocate(last, index=block, reserved=reserved)
                 except StoreFullError:  # as when a lost device took reserved slots with it
                     state.cut_off = True
                     self._recovery.force_preempt(state)
                     break
                 state.private[block] = slot
                 if state.as_x:
-                    plan.x_slots.append(slot)
-            self._index.pin(np.array([slot], dtype=np.int64))
-            new.append(slot)
+                    plan.x_slots[slot] = state.block_ids[0][block : block + per_slot]
+            new += [slot] * per_slot
+            self._index.pin(np.array([slot] * per_slot, dtype=np.int64))
             state.reserved -= reserved
         delta = ContextDelta(state.request_id, begin, np.array(new, dtype=np.int64))
         self._draft.contexts.append(delta)

@@ -51,6 +51,7 @@ class PrefixLookup:
             self._suspension
             or self._identities.resets.hidden
             or not self._parts.engine.finds
+            or not self._policy.may_find(request.request_id)
             or self._loads.retries.given_up(request.request_id)
             or request.skip_reading_prefix_cache
         ):

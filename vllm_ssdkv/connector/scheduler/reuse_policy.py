@@ -57,7 +57,11 @@ class ReusePolicy:
     def answered(self, request_id: str, *, waits: bool) -> None:
         """Nothing: vLLM listens."""
 
-    def allocated(self, state: RequestState) -> None:
+    def may_find(self, request_id: str) -> bool:
+        """Always: a request needs no slots."""
+        return True
+
+    def allocated(self, state: RequestState, *, found: bool) -> None:
         """Nothing: no slots are set aside, a block without a slot is not stored."""
 
     def load_begins(self, state: RequestState, load: GroupLoad, blocks: int) -> None:

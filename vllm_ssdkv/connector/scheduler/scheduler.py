@@ -170,7 +170,7 @@ class SSDKVScheduler:
         state = RequestState(request, born=self._step + 1)
         self._parts.requests[request_id] = state
         self._seats.wait(request_id)
-        self.policy.allocated(state)
+        self.policy.allocated(state, found=external > 0)
         self._lookup.allocated(state, blocks, external)
         if self._parts.events is not None:
             self._parts.events.look(

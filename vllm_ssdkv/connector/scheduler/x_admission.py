@@ -63,16 +63,21 @@ class XAdmission:
         """A request runs, which may have so many blocks."""
         self._blocks[request_id] = blocks
 
+    def would_admit(self, blocks: int) -> bool:
+        """Check whether a request of so many blocks would be stored as X, if it arrived now."""
+        return self._fits(blocks, sum(self._blocks.values()) + blocks)
+
     def admit(self, request_id: str) -> bool:
         """Decide, once, on a request that has arrived; True: it is stored as X."""
-        if self.share <= 0:
-            return False
-        wanted = self._x_blocks() + self._blocks[request_id]
-        if wanted > self.share * sum(self._blocks.values()):
+        if not self._fits(self._blocks[request_id], sum(self._blocks.values())):
             return False
         self._as_x.add(request_id)
         self._counters.add("x_cache_requests", 1)
         return True
+
+    def _fits(self, blocks: int, total: int) -> bool:
+        """Check whether the share of the ``total`` has room for more X."""
+        return self.share > 0 and self._x_blocks() + blocks <= self.share * total
 
     def left(self, request_id: str) -> None:
         """The request has ended, or was preempted."""

@@ -139,7 +139,11 @@ class PageMode:
         projector = x_cache = None
         if layers.x_shape is not None:
             projector = LayerProjector(layers.inputs)
-            x_cache = _open_x_cache(layout, store, layers.x_shape, projector, device, hbm)
+            per_slot = layers.x_shape.blocks_per_slot(layout.block_tokens, config.window_tokens)
+            inputs = InputLayout(
+                layout.geometry, layout.block_tokens, layers.x_shape.hidden, layout.dtype, per_slot
+            )
+            x_cache = _open_x_cache(inputs, store, projector, device, hbm)
         ordering = None
         if config.orders_tokens:
             ordering = TokenOrdering(
@@ -394,15 +398,14 @@ def _chosen_near(
 
 
 def _open_x_cache(
-    layout: KVLayout,
+    inputs: InputLayout,
     store: ContextStore,
-    shape: XShape,
     projector: LayerProjector,
     device: torch.device,
     hbm: BlockLayout,
 ) -> XCache:
-    block, dtype = layout.block_tokens, layout.dtype
-    inputs = InputLayout(layout.geometry, block, shape.hidden, dtype)
-    opened = OpenInputs(layout.geometry.layers, block, shape.hidden, dtype, device)
+    opened = OpenInputs(
+        inputs.geometry.layers, inputs.block_tokens, inputs.hidden, inputs.dtype, device
+    )
     store.divide_staging(inputs.pages)
     return XCache(inputs, opened, InputProjector(inputs, hbm, store.arena, projector))

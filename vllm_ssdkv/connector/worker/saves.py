@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -78,7 +78,7 @@ class Saves:
         save: CopyToDram,
         commit: Flush,
         spoiled: Sequence[int],
-        x_slots: Sequence[int],
+        x_slots: Mapping[int, Sequence[int]],
         report: RankReport,
     ) -> None:
         """Copy what a step has filled, and commit.
@@ -87,7 +87,7 @@ class Saves:
             save: Blocks that the step has filled.
             commit: Blocks that get their keys.
             spoiled: Slots of blocks that are not to be stored.
-            x_slots: Slots that get X.
+            x_slots: Slots that get X, with the HBM blocks that it is of.
             report: Told of what is not stored.
         """
         if not self._writes:
@@ -106,10 +106,14 @@ class Saves:
             self._copy(save.part(~(early | lost)), commit, x_slots, report)
         x_cache = None if self._paged is None else self._paged.x_cache
         if x_slots and x_cache is not None:
-            x_cache.release(save.block_ids[_among(save.slots, x_slots)])
+            x_cache.release([block for blocks in x_slots.values() for block in blocks])
 
     def _copy(
-        self, save: CopyToDram, commit: Flush, x_slots: Sequence[int], report: RankReport
+        self,
+        save: CopyToDram,
+        commit: Flush,
+        x_slots: Mapping[int, Sequence[int]],
+        report: RankReport,
     ) -> None:
         """Copy blocks to frames, and commit each at once: the frames may be too few for all.
 
@@ -128,7 +132,8 @@ class Saves:
             tails = self._tails[: len(frames)]
             blocks, index = save.block_ids[part], save.index[part]
             if paged is not None and paged.x_cache is not None and as_x.any():
-                paged.x_cache.save(blocks[as_x], frames[as_x], paged.store.frames)
+                of_x = [x_slots[slot] for slot in save.slots[part][as_x].tolist()]
+                paged.x_cache.save(of_x, frames[as_x], paged.store.frames)
             if not as_x.all():
                 self._port.save(blocks[~as_x], frames[~as_x], tails, index[~as_x])
             self._keep(save.slots[part], tails, commit, int(np.count_nonzero(~as_x)))
@@ -181,7 +186,7 @@ def _skip(save: CopyToDram, report: RankReport) -> None:
     report.skipped.extend(zip(save.slots.tolist(), save.epochs.tolist(), strict=True))
 
 
-def _among(slots: NDArray[np.int64], others: Sequence[int]) -> NDArray[np.bool_]:
+def _among(slots: NDArray[np.int64], others: Collection[int]) -> NDArray[np.bool_]:
     """Mask of these slots that are among the others, [n]; a few of either, as a step saves."""
     known = set(others)
     return np.array([slot in known for slot in slots.tolist()], dtype=np.bool_)

@@ -90,7 +90,7 @@ class InputProjector:
         """
         begin = time.perf_counter()
         device, tokens = kernels.device, self.layout.block_tokens
-        inputs = self._bring(device, base)
+        inputs = self._bring(device, base, position // tokens)
         positions = torch.from_numpy((position[:, None] + np.arange(tokens)).ravel()).to(device)
         key, value = self._project(layer, inputs, positions)
         if self._scratch is None:
@@ -119,15 +119,17 @@ class InputProjector:
         best = math.inf, math.inf
         for _ in range(TRIALS):  # kernels are compiled in the first
             self.copying = self.projecting = 0.0
-            inputs = torch.ones_like(self._bring(device, base))
+            inputs = torch.ones_like(self._bring(device, base, np.arange(blocks)))
             self._project(layer, inputs, torch.arange(len(inputs), device=device))
             best = min(best[0], self.copying), min(best[1], self.projecting)
         self.copying, self.projecting = best
 
-    def _bring(self, device: torch.device, base: NDArray[np.uint64]) -> torch.Tensor:
-        """X of blocks on the device."""
+    def _bring(
+        self, device: torch.device, base: NDArray[np.uint64], index: NDArray[np.int64]
+    ) -> torch.Tensor:
+        """X of blocks on the device; as for :meth:`InputLayout.get`."""
         begin = time.perf_counter()
-        inputs = self._inputs.get(self._arena, base).to(device)
+        inputs = self._inputs.get(self._arena, base, index).to(device)
         wait_for(device)
         self.copying = _smooth(self.copying, (time.perf_counter() - begin) / len(inputs))
         return inputs

@@ -116,14 +116,17 @@ class XCache:
             return None
         return XRates(storage, shape.x_bytes / copying, shape.flop / projecting)
 
-    def save(self, blocks: NDArray[np.int64], frames: NDArray[np.int32], table: FrameCache) -> None:
-        """Copy X of full HBM blocks [n] to frames [n] of a ``table``."""
-        for block, frame in zip(blocks.tolist(), frames.tolist(), strict=True):
-            self.inputs.put(self._open.of(block), table.view(frame))
+    def save(
+        self, blocks: Sequence[Sequence[int]], frames: NDArray[np.int32], table: FrameCache
+    ) -> None:
+        """Copy X of full HBM blocks, those of a slot each, to frames [n] of a ``table``."""
+        for own, frame in zip(blocks, frames.tolist(), strict=True):
+            inputs = torch.cat([self._open.of(block) for block in own], dim=1)
+            self.inputs.put(inputs, table.view(frame))
 
-    def release(self, blocks: NDArray[np.int64]) -> None:
+    def release(self, blocks: Sequence[int]) -> None:
         """These HBM blocks are stored, or never will be."""
-        self._open.release(blocks.tolist())
+        self._open.release(blocks)
 
     def forget(self, request_id: str) -> None:
         """The request has lost its HBM blocks."""

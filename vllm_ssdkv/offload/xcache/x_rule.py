@@ -49,6 +49,16 @@ class XShape:
         """Check whether X is smaller than K and V."""
         return self.x_bytes < self.kv_bytes
 
+    def blocks_per_slot(self, block_tokens: int, window_tokens: int) -> int:
+        """Blocks whose X shares a slot: as many as it has room for. It is written when the last one
+        is full, which must be before the first one leaves the window.
+
+        Example:
+            >>> XShape(hidden=4096, kv_heads=32, head_size=128, itemsize=2).blocks_per_slot(16, 512)
+            2
+        """
+        return min(self.kv_bytes // self.x_bytes, 1 + (window_tokens - 1) // block_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class XRates:

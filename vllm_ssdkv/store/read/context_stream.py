@@ -168,7 +168,7 @@ class _Walk:
         resident, away = (which, which[:0]) if here.all() else (which[here], which[~here])
         blocks = _Chunk.of(slots[away], index[away], row[away])
         every = np.arange(len(blocks.slots))
-        distinct = count_distinct(held.frames[resident]) if rows > 1 else len(resident)
+        distinct = count_distinct(held.frames[resident])  # X of several blocks shares a slot
         whole = Part(
             held.address[resident],
             index[resident],
