@@ -210,9 +210,11 @@ class Rewriter:
         return found
 
     def pause(self, running: Container[str]) -> None:
-        """In place of :meth:`plan` and :meth:`fetch` while writes are paused: what cannot wait for
-        them is left as it is. The end of a pause may need a new request's write, so steps without
-        one would not bring it about."""
+        """Drop what cannot wait: for :meth:`plan` and :meth:`fetch` while writes are paused.
+
+        The end of a pause may need a new request's write, so steps without one would not bring it
+        about.
+        """
         for name, hit in list(self._hits.items()):
             if name in running and not hit.lasting:
                 del self._hits[name]
