@@ -94,6 +94,8 @@ class Rank:
     adapter_changes: dict[int, int] = field(default_factory=dict)
     distrusts: bool = False
     """This rank says that stored blocks are not those that it computes."""
+    paused: bool = False
+    """Writes are on trial: the next one that succeeds ends their pause."""
     compared: int = 0
     refused: set[str] = field(default_factory=set)
     """Loads under way that must not be used."""
@@ -260,6 +262,16 @@ class Rank:
             self.slots.pop(self.owner.get(place, slot), None)
             self.owner[place] = slot
 
+    def pause_writes(self) -> None:
+        """Writes to all devices are on trial."""
+        self.paused = True
+        self.report.writing += [(device, 1e-300) for device in range(DEVICES)]
+
+    def resume_writes(self) -> None:
+        """Writes go on."""
+        self.paused = False
+        self.report.writing += [(device, 0.0) for device in range(DEVICES)]
+
     def end_write(self, good: bool) -> None:
         """The oldest write ends."""
         if self.writes:
@@ -267,6 +279,8 @@ class Rank:
             share = SLOT_BYTES // DEVICES
             self.report.written += [(device, share) for device in range(DEVICES) if good]
             (self.report.durable if good else self.report.failed_writes).append(outcome)
+            if good and self.paused:
+                self.resume_writes()
 
     def end_load(self, good: bool, hbm: dict[int, Symbols], content: dict[bytes, Symbols]) -> None:
         """The oldest load ends."""

@@ -8,7 +8,7 @@ import pytest
 from vllm.config import VllmConfig
 
 from tests.connector.events import Make, begin, end, hits, prompt, stored
-from tests.connector.rank import DEVICES, SLOT_BYTES
+from tests.connector.rank import SLOT_BYTES
 from tests.connector.simulation import STATE, Simulation, engine_config
 from tests.e2e.models import make_llama
 from vllm_ssdkv.connector.scheduler import rewriter
@@ -401,12 +401,6 @@ def test_a_lost_device_leaves_no_rewrite_behind(reuse: Make) -> None:
     assert not run.ours.unfinished()
 
 
-def pause_writes(run: Simulation, seconds: float) -> None:
-    """Every rank says that writes to all devices are paused; 0 seconds: they go on."""
-    for rank in run.ranks:
-        rank.report.writing += [(device, seconds) for device in range(DEVICES)]
-
-
 def test_an_idle_engine_does_not_wait_for_writes_that_are_on_trial(page: Make) -> None:
     """Only a new request's write ends the trial: steps without one would be without end."""
     run = page(slots=100, frames=FRAMES)
@@ -414,12 +408,12 @@ def test_an_idle_engine_does_not_wait_for_writes_that_are_on_trial(page: Make) -
     run.ranks[0].cold.update(before)
     run.add("a", PROMPT, 2)
     begin(run, "a")
-    pause_writes(run, 1e-9)
+    run.ranks[0].pause_writes()
     end(run, "a")
     assert not run.ours.unfinished()
     assert rewritten(run) == 0
     run.check_idle()
-    pause_writes(run, 0.0)
+    run.ranks[0].resume_writes()
     ask(run, "b")
     ask(run, "c")
     assert rewritten(run) == BLOCKS
@@ -437,12 +431,12 @@ def test_blocks_that_leave_hbm_are_not_rewritten_when_writes_go_on_later(
     run.add("a", PROMPT, 60)
     run.step()
     run.end_io()
-    pause_writes(run, 1e-9)
+    run.ranks[0].pause_writes()
     begin(run, "a")
     for _ in range(40):
         run.step()
         run.end_io()
-    pause_writes(run, 0.0)
+    run.ranks[0].resume_writes()
     end(run, "a")
     assert hits(run, "a"), "it is loaded"
     assert rewritten(run) == 0

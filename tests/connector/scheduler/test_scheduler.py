@@ -43,7 +43,7 @@ from vllm_ssdkv.store.own_store import owned
 from vllm_ssdkv.store.unread_slots import RETRY_S
 
 RUNS = 25
-FAULTS = ("write", "load", "break", "full", "lose", "slow", "cool")
+FAULTS = ("write", "load", "break", "full", "lose", "slow", "cool", "pause")
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +193,8 @@ class Turmoil:
             rank.report.speeds.append((self.random.randrange(2), self.random.choice([0.2, 1.0])))
         elif kind == "cool":
             rank.cold.update(self.random.sample(sorted(rank.slots), len(rank.slots) // 2))
+        elif kind == "pause":
+            rank.pause_writes()
         elif kind == "lose" and not self.lost:
             self.lost = True
             self.run.lose_device(self.random.randrange(2))
