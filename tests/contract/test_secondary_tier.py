@@ -32,6 +32,8 @@ SIGNATURES = {
     "take_events": ["self"],
     "touch": ["self", "keys", "req_context"],
     "on_new_request": ["self", "req_context"],
+    "on_request_finished": ["self", "req_context"],
+    "on_schedule_end": ["self", "context"],
     "drain_jobs": ["self"],
     "shutdown": ["self"],
     "build_metric_definitions": ["extra_config"],
@@ -53,7 +55,7 @@ def test_every_hook_of_a_tier_exists_with_our_arguments(name: str) -> None:
 def test_nothing_else_is_asked_of_a_tier() -> None:
     asked = {name for name, what in vars(SecondaryTierManager).items() if inspect.isfunction(what)}
     left_alone = {
-        *("on_request_finished", "serve_external_requests", "on_schedule_end"),
+        "serve_external_requests",
         "config_info",  # since 0.33: labels of one metric, none by default
     }
     assert {name for name in asked if not name.startswith("__")} <= SIGNATURES.keys() | left_alone
@@ -115,6 +117,20 @@ def test_a_reset_drains_the_tiers_and_does_nothing_else_to_them() -> None:
     }
     whole = inspect.getsource(TieringOffloadingManager)
     assert whole.count("drain_jobs()\n") == source.count("drain_jobs()\n")
+
+
+def test_a_tier_may_answer_a_look_up_later() -> None:
+    """``RETRY`` has vLLM ask again in a later step, behind a call of ``on_schedule_end``."""
+    source = inspect.getsource(TieringOffloadingManager.lookup)
+    assert "result is LookupResult.RETRY" in source
+    assert "tier.on_schedule_end(context)" in inspect.getsource(
+        TieringOffloadingManager.on_schedule_end
+    )
+    assert "tier.on_request_finished(state.req_context)" in inspect.getsource(
+        TieringOffloadingManager._maybe_finalize_request
+    )
+    lookup = inspect.getsource(offloading.OffloadingConnectorScheduler._maximal_prefix_lookup)
+    assert "case LookupResult.RETRY:" in lookup
 
 
 def test_identity_is_made_of_the_fields_of_vllms_own_file_names() -> None:

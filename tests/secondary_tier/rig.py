@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm.v1.request import Request
 
 from tests.kit.waiting import PATIENCE_S
+from vllm_ssdkv.secondary_tier.own_chunks import OwnChunks
 from vllm_ssdkv.secondary_tier.tier import SSDKVTier
 
 CHUNK_BYTES = 9 * 4096
@@ -79,12 +80,15 @@ def request_of(name: str, lora: LoRARequest | None = None, **more: Any) -> Reque
 
 
 def tier_entry(devices: Sequence[Path], **options: object) -> dict[str, object]:
-    """Our entry of ``secondary_tiers``."""
+    """Our entry of ``secondary_tiers``; without devices, for a tier with ``nodes``."""
+    own = {
+        "devices": [{"path": str(path), "capacity": "16MiB", "weight": 1} for path in devices],
+        "dram_gib": "2MiB",
+    }
     return {
         "type": "SSDKVTier",
         "module_path": "vllm_ssdkv.secondary_tier",
-        "devices": [{"path": str(path), "capacity": "16MiB", "weight": 1} for path in devices],
-        "dram_gib": "2MiB",
+        **(own if devices else {}),
         **options,
     }
 
@@ -136,6 +140,12 @@ class Engine:
         """As OffloadingConnectorScheduler makes it, which has ``vllm_config``."""
         return spec.get_manager()
 
+    @property
+    def own(self) -> OwnChunks:
+        """What the tier has of a store in this process."""
+        assert isinstance(self.tier.chunks, OwnChunks)
+        return self.tier.chunks
+
     def arrive(self, request: Request) -> ReqContext:
         """A request begins, as OffloadingConnectorScheduler has it begin."""
         context = ReqContext(request.request_id)
@@ -177,8 +187,7 @@ class Engine:
     def looked_up(self, keys: Sequence[OffloadKey], context: ReqContext) -> list[OffloadKey]:
         """Chunks that are found, once what had to be loaded is there; those of them in vLLM's pool
         have been compared."""
-        for key in keys:
-            self.manager.lookup(key, context)
+        self.known(lambda: [self.manager.lookup(key, context) for key in keys])
         self.settle()
         found = [key for key in keys if self.in_pool(key, context)]
         if found:
@@ -188,14 +197,40 @@ class Engine:
             self.manager.complete_load(found, context)
         return found
 
+    def compute(self, numbers: range) -> None:
+        """A request has these chunks computed and stored."""
+        self.store([key_of(number) for number in numbers], self.begin())
+        self.settle()
+
+    def recovered(self, numbers: Iterable[int]) -> list[int]:
+        """Chunks that the tier finds and loads, with the right bytes, for a request of their own;
+        as many at a time as vLLM's pool may hold."""
+        found, left, context = [], list(numbers), self.begin()
+        while left:
+            self.empty_pool()
+            part, left = left[: len(self.pool)], left[len(self.pool) :]
+            there = set(self.looked_up([key_of(number) for number in part], context))
+            found += [number for number in part if key_of(number) in there]
+        self.end(context)
+        return found
+
     def in_pool(self, key: OffloadKey, context: ReqContext) -> bool:
         return self.manager.primary_tier.lookup(key, context) is LookupResult.HIT
 
     def stored(self, keys: Sequence[OffloadKey], context: ReqContext | None = None) -> set[int]:
         """Positions of chunks that the tier would find, loading nothing."""
         context = context or self.begin()
-        hits = [self.tier.lookup(key, context) is LookupResult.HIT for key in keys]
-        return {position for position, hit in enumerate(hits) if hit}
+        answers = self.known(lambda: [self.tier.lookup(key, context) for key in keys])
+        return {at for at, answer in enumerate(answers) if answer is LookupResult.HIT}
+
+    def known(self, look: Callable[[], list[LookupResult]]) -> list[LookupResult]:
+        """Look up, in as many steps as it takes."""
+        deadline = time.monotonic() + PATIENCE_S
+        while LookupResult.RETRY in (answers := look()):
+            assert time.monotonic() < deadline, "a look-up has no answer"
+            time.sleep(0.0005)
+            self.step()
+        return answers
 
     def empty_pool(self) -> None:
         """Have nothing in vLLM's pool, as after a restart, without telling the tier."""

@@ -77,7 +77,7 @@ def test_chunks_that_nothing_is_wrong_with_are_not_asked_for_again_at_once(
         engine.store(KEYS, engine.begin())
         engine.settle()
         engine.empty_pool()
-        stored = engine.tier._parts.bytes
+        stored = engine.own.parts.bytes
         load = stored.load
 
         def broken(hit: Any, work: Any) -> None:  # noqa: ANN401 - of the loader's
@@ -93,7 +93,7 @@ def test_chunks_that_nothing_is_wrong_with_are_not_asked_for_again_at_once(
         assert len(loads) == 1
         monkeypatch.undo()
         assert replayed(engine, set()) == set()
-        monkeypatch.setattr(engine.tier._own.unread, "_clock", lambda: float("inf"))
+        monkeypatch.setattr(engine.own.own.unread, "_clock", lambda: float("inf"))
         engine.step()
         assert replayed(engine, set()) == set(KEYS)
         assert engine.looked_up(KEYS, context) == KEYS
@@ -109,7 +109,7 @@ def test_an_end_does_not_wait_for_ever(
     with running(settings, devices, **faults()) as engine:
         engine.store(KEYS, engine.begin())
         engine.settle()
-        stored = type(engine.tier._parts.bytes)
+        stored = type(engine.own.parts.bytes)
         with monkeypatch.context() as patch:
             patch.setattr(stored, "take_write_results", lambda _: ([], []))
             engine.store([key_of(99)], engine.begin())
@@ -129,7 +129,7 @@ def test_an_end_that_fails_in_part_closes_the_rest(
     with running(settings, devices) as engine:
         engine.store(KEYS, engine.begin())
         engine.settle()
-        kind = type(engine.tier._parts.writer)
+        kind = type(engine.own.parts.writer)
         close = kind.close
 
         def fail(writer: Any) -> None:  # noqa: ANN401 - of chunks
@@ -152,7 +152,7 @@ def test_events_tell_of_a_drive_that_is_away_for_a_while(
         engine.store(KEYS, engine.begin())
         engine.settle()
         assert replayed(engine, found) == set(KEYS)
-        told = engine.tier._parts.access
+        told = engine.own.parts.access
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(told, "report", lambda found: found.lost_devices.append(1))
             engine.step()

@@ -15,7 +15,9 @@ import pytest
 from vllm.config import VllmConfig
 
 from tests.kit.forks import Program
+from tests.kit.node import NodeProcess
 from tests.kit.waiting import until
+from tests.secondary_tier.rig import key_of, running
 from vllm_ssdkv.store.maintenance.fsck import examined
 
 Devices = Callable[[int], list[Path]]
@@ -132,3 +134,74 @@ def test_a_kill_loses_nothing_that_was_told(
 def test_more_kills(settings: VllmConfig, tmp_devices: Devices, tmp_path: Path) -> None:
     seed = random.randrange(1 << 30)
     assert kill(settings, tmp_devices(2), tmp_path, SOAK_KILLS, seed).found
+
+
+class Sharers:
+    """Engines in processes of their own that store chunks until they are killed."""
+
+    def __init__(self, settings: VllmConfig, folder: Path, node: NodeProcess):
+        self._task = {"settings": str(folder / "settings"), "devices": [], "candidates": []}
+        (folder / "settings").write_bytes(pickle.dumps(settings))
+        options = {"nodes": [node.address], "io": {"deadline": 2.0}}
+        self._task |= {"options": options, "pause_s": 0.02, "stores": True}
+        self._folder = folder
+        self._programs: dict[int, Program] = {}
+
+    def start(self, first: int) -> None:
+        engine = f"ssdkv-victim-{os.getpid()}-{first}"
+        task = json.dumps({**self._task, "first": first, "engine_id": engine})
+        log = self._folder / f"{first}.log"
+        self._programs[first] = Program([str(VICTIM), task], {}, self._folder, log)
+
+    def done(self, first: int) -> list[int]:
+        """Chunks whose jobs have ended well."""
+        log = self._folder / f"{first}.log"
+        lines = log.read_text().splitlines() if log.exists() else []
+        return [n for line in lines if line.startswith("D ") for n in json.loads(line[2:])]
+
+    def goes_on(self, first: int, chunks: int = 60) -> None:
+        """Wait until an engine has stored some more."""
+        before = len(self.done(first))
+        until(lambda: len(self.done(first)) >= before + chunks, "an engine stores")
+
+    def kill(self, first: int) -> list[int]:
+        """Kill an engine; chunks whose jobs had ended well."""
+        program = self._programs.pop(first)
+        assert program.poll() is None, (self._folder / f"{first}.log").read_text()
+        os.kill(program.pid, signal.SIGKILL)
+        program.wait(START_S)
+        Path(f"/dev/shm/vllm_offload_ssdkv-victim-{os.getpid()}-{first}.mmap").unlink()
+        return self.done(first)
+
+    def end(self) -> None:
+        for first in list(self._programs):
+            self.kill(first)
+
+
+@pytest.mark.slow
+def test_a_kill_of_either_engine_or_of_the_node_loses_nothing(
+    settings: VllmConfig, node_place: Path, tmp_path: Path
+) -> None:
+    with NodeProcess(node_place, store_share=1.0) as node:
+        lives = Sharers(settings, tmp_path, node)
+        try:
+            for first in (0, 100_000):
+                lives.start(first)
+            for first in (0, 100_000):
+                lives.goes_on(first)
+            told = lives.kill(0)
+            with running(settings, [], nodes=[node.address]) as engine:
+                assert engine.recovered(told) == told
+                lives.goes_on(100_000)
+                node.kill()
+                keys = [key_of(number) for number in told]
+                until(lambda: engine.stored(keys) == set(), "misses")
+                node.start()
+                until(lambda: len(engine.stored(keys)) == len(keys), "hits")
+                assert engine.recovered(told) == told
+                lives.goes_on(100_000)
+                # Some were under way, and were not told as stored: the engine computes them.
+                told = lives.kill(100_000)
+                assert engine.recovered(told[-NEWEST:]) == told[-NEWEST:]
+        finally:
+            lives.end()

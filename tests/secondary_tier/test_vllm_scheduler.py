@@ -17,10 +17,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.request import Request
 
 from tests.secondary_tier.rig import BLOCK_TOKENS, STEP_END, tier_entry
+from vllm_ssdkv.node.server.daemon import Node
 from vllm_ssdkv.secondary_tier.tier import SSDKVTier
 
 Devices = Callable[[int], list[Path]]
@@ -30,7 +31,9 @@ SPEC = FullAttentionSpec(BLOCK_TOKENS, num_kv_heads=2, head_size=64, dtype=torch
 
 
 @contextmanager
-def connected(settings: VllmConfig, device: Path) -> Iterator[OffloadingConnector]:
+def connected(
+    settings: VllmConfig, *devices: Path, **options: object
+) -> Iterator[OffloadingConnector]:
     config = copy(settings)
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="OffloadingConnector",
@@ -38,7 +41,7 @@ def connected(settings: VllmConfig, device: Path) -> Iterator[OffloadingConnecto
         kv_connector_extra_config={
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": 1 << 20,
-            "secondary_tiers": [tier_entry([device])],
+            "secondary_tiers": [tier_entry(devices, **options)],
         },
     )
     groups = [KVCacheGroupSpec(["layer.0"], SPEC)]
@@ -72,6 +75,19 @@ def arrive(
     return request, context
 
 
+def compute(connector: OffloadingConnector, name: str, context: ReqContext) -> list[OffloadKey]:
+    """Have a request's blocks stored."""
+    (state,) = connector.scheduler._req_status[name].group_states
+    keys: list[OffloadKey] = state.offload_keys
+    assert len(keys) == BLOCKS
+    manager: Any = connector.scheduler.manager
+    manager.prepare_store(keys, context)
+    manager.complete_store(keys, context)
+    while manager.has_pending_work():
+        manager.on_schedule_end(STEP_END)
+    return keys
+
+
 def stored_blocks(connector: OffloadingConnector, request: Request) -> int:
     """Blocks of a request that vLLM finds, in its pool or loads for it."""
     while (found := connector.get_num_new_matched_tokens(request, 0)[0]) is None:
@@ -87,16 +103,9 @@ def test_a_request_finds_what_another_engine_has_stored(
     with connected(settings, device) as connector:
         request, context = arrive(connector, "first")
         assert stored_blocks(connector, request) == 0
-        (state,) = connector.scheduler._req_status["first"].group_states
-        keys = state.offload_keys
-        assert len(keys) == BLOCKS
+        keys = compute(connector, "first", context)
         positions = [context.get_offload_key_position(key) for key in keys]
         assert positions == [(n + 1) * BLOCK_TOKENS for n in range(BLOCKS)]
-        manager: Any = connector.scheduler.manager
-        manager.prepare_store(keys, context)
-        manager.complete_store(keys, context)
-        while manager.has_pending_work():
-            manager.on_schedule_end(STEP_END)
         # vLLM's keys have the adapter's name; the tier does not know what is behind it.
         _, other = arrive(connector, "second", french)
         tier = tier_of(connector)
@@ -105,3 +114,15 @@ def test_a_request_finds_what_another_engine_has_stored(
     with connected(settings, device) as connector:
         request, _ = arrive(connector, "third")
         assert stored_blocks(connector, request) == BLOCKS
+
+
+def test_a_request_finds_what_another_engine_has_on_their_node(
+    settings: VllmConfig, start_node: Callable[..., Node]
+) -> None:
+    nodes = [str(start_node().addresses[0])]
+    with connected(settings, nodes=nodes) as one, connected(settings, nodes=nodes) as other:
+        request, context = arrive(one, "first")
+        assert stored_blocks(one, request) == 0
+        compute(one, "first", context)
+        request, _ = arrive(other, "second")
+        assert stored_blocks(other, request) == BLOCKS

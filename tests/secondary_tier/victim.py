@@ -13,6 +13,7 @@ import json
 import os
 import pickle
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from vllm.v1.kv_offload.tiering.base import JobResult
 from tests.secondary_tier.rig import Engine, key_of
 
 AT_ONCE = 6
-LOADS = 48
 
 
 def say(kind: str, what: object = "") -> None:
@@ -52,26 +52,19 @@ class Watched:
         return results
 
 
-def recovered(engine: Engine, candidates: list[int]) -> list[int]:
-    """Find chunks, load them and compare their bytes; return the numbers of those found."""
-    keys = [key_of(number) for number in candidates]
-    found = [candidates[position] for position in sorted(engine.stored(keys))]
-    context = engine.begin()
-    for at in range(0, len(found), LOADS):
-        part = [key_of(number) for number in found[at : at + LOADS]]
-        assert engine.looked_up(part, context) == part
-        engine.empty_pool()
-    engine.end(context)
-    return found
-
-
 def main() -> None:
     task: dict[str, Any] = json.loads(sys.argv[1])
     settings = pickle.loads(Path(task["settings"]).read_bytes())
     devices = [Path(path) for path in task["devices"]]
     # The pool's file lies in memory until somebody removes it: it has a name that others know.
-    engine = Engine(settings, devices, config={"engine_id": task["engine_id"]})
-    say("V", json.dumps(recovered(engine, task["candidates"])))
+    more = task.get("options", {})
+    engine = Engine(settings, devices, config={"engine_id": task["engine_id"]}, **more)
+    candidates = task["candidates"]
+    there = engine.stored([key_of(number) for number in candidates])
+    found = [candidates[position] for position in sorted(there)]
+    assert engine.recovered(found) == found
+    engine.empty_pool()
+    say("V", json.dumps(found))
     watched, number = Watched(engine), int(task["first"])
     while task["stores"]:
         context = engine.begin()
@@ -80,6 +73,7 @@ def main() -> None:
         engine.step()
         engine.end(context)
         number += AT_ONCE
+        time.sleep(task.get("pause_s", 0.0))
     engine.close()
     say("E")
 

@@ -15,7 +15,7 @@ from vllm_ssdkv.config.schema import Allowed, OptionModel, Reason
 
 _OF_THE_STORE: Final = (
     *("devices", "replicas", "state_dir", "recover", "dram_gib", "admission", "trim"),
-    *("encryption", "io"),
+    *("encryption", "io", "nodes", "node_keys"),
 )
 """Options of docs/options.md that the tier has, too."""
 
@@ -89,6 +89,11 @@ def tier_options(options: Mapping[str, object]) -> tuple[SecondaryTierConfig, SS
         near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
         lines.append(f"{name}: unknown option; {hint}")
+    if options.get("nodes") and options.get("enable_kv_events"):
+        lines.append(
+            "enable_kv_events: with nodes this engine does not see what others store and what the "
+            "nodes evict: leave it out"
+        )
     if lines:
         raise ConfigError(f"{_WHERE}:\n" + "\n".join(f"  {line}" for line in lines))
     tier = checked_options(

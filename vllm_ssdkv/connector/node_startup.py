@@ -12,7 +12,6 @@ from typing import Final
 from vllm_ssdkv.base.errors import ConfigError, CredentialsError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.connector.kv_layout import KVLayout
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerStore
 from vllm_ssdkv.node.client.node_drives import (
     NodeDrive,
@@ -26,6 +25,7 @@ from vllm_ssdkv.node.client.session import Peer, as_name
 from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.credentials import Credentials
 from vllm_ssdkv.node.protocol.messages import Role, StoreSpec
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.open import StorePlace
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ BIND_S: Final = 60.0
 
 
 def peers_of(
-    config: SSDKVConfig, place: StorePlace, layout: KVLayout, role: Role, rank: int = 0
+    config: SSDKVConfig, place: StorePlace, block_tokens: int, role: Role, rank: int = 0
 ) -> list[Peer]:
     """The nodes that the options name, and this half of the engine.
 
@@ -47,7 +47,7 @@ def peers_of(
         place.geometries[0].layers,
         place.geometries[0].payload_bytes,
         place.ranks,
-        layout.block_tokens,
+        block_tokens,
         as_name(place.model),
         as_name(place.name),
     )
@@ -103,30 +103,30 @@ def connect_drives(
 
 
 def open_remote_store(
-    config: SSDKVConfig, place: StorePlace, layout: KVLayout, rank: int, counters: Counters
-) -> tuple[RemoteStore, KVLayout]:
-    """A rank's store in a node or in several, and the layout of its slots there.
+    config: SSDKVConfig, place: StorePlace, block_tokens: int, rank: int, counters: Counters
+) -> tuple[RemoteStore, SlotGeometry]:
+    """A rank's store in a node or in several, and the shape of its slots there.
 
     Raises:
         ConfigError: see :func:`peers_of`.
         StoreError: no node answers, or one refuses.
     """
-    peers = peers_of(config, place, layout, "worker", rank)
+    peers = peers_of(config, place, block_tokens, "worker", rank)
     store = RemoteStore(peers, counters, config.io.deadline)
     welcome = store.open()
-    geometry = dataclasses.replace(layout.geometry, encrypted=welcome.encrypted)
+    geometry = dataclasses.replace(place.geometries[rank], encrypted=welcome.encrypted)
     if geometry.frame_bytes != welcome.frame_bytes:
         store.leave()
         raise ConfigError(
             f"nodes: the node {peers[0].address} has frames of {welcome.frame_bytes} bytes for "
             f"this model, this engine {geometry.frame_bytes}: use the same release of both"
         )
-    return store, dataclasses.replace(layout, geometry=geometry)
+    return store, geometry
 
 
 def open_remote_index(
-    config: SSDKVConfig, place: StorePlace, layout: KVLayout, stack: ExitStack
-) -> tuple[SchedulerStore, list[bytes]]:
+    config: SSDKVConfig, place: StorePlace, block_tokens: int, stack: ExitStack
+) -> tuple[RemoteIndex, list[bytes]]:
     """The scheduler's half in a node or in several, and the digest of each rank's weights.
 
     ``stack`` closes what was opened if the start fails.
@@ -135,13 +135,16 @@ def open_remote_index(
         ConfigError: see :func:`peers_of`.
         StoreError: no node answers, or one refuses, or a rank has not told of its weights.
     """
-    counters = place.counters
-    peers = peers_of(config, place, layout, "scheduler")
-    index = RemoteIndex.open(peers, config.nodes, counters, config.replicas)
+    peers = peers_of(config, place, block_tokens, "scheduler")
+    index = RemoteIndex.open(peers, config.nodes, place.counters, config.replicas)
     stack.callback(index.close)
-    weights = index.bind(BIND_S)
+    return index, index.bind(BIND_S)
+
+
+def store_on_nodes(config: SSDKVConfig, index: RemoteIndex, counters: Counters) -> SchedulerStore:
+    """The store as the connector's scheduler holds it."""
     way_out = (
         "other engines go on with the node and verify hits for themselves; find out why this one "
         "computes otherwise, and start it again"
     )
-    return SchedulerStore.elsewhere(config, index, counters, way_out, index.name_key), weights
+    return SchedulerStore.elsewhere(config, index, counters, way_out, index.name_key)

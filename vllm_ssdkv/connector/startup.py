@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 import torch
@@ -302,13 +302,13 @@ def _reach_node(config: SSDKVConfig, found: _Identity, rank: int) -> tuple[NodeR
     from vllm_ssdkv.connector.node_startup import open_remote_store
     from vllm_ssdkv.connector.worker.node_rank import NodeRank
 
-    counters = found.place.counters
-    store, layout = open_remote_store(config, found.place, found.layout, rank, counters)
+    counters, layout = found.place.counters, found.layout
+    store, geometry = open_remote_store(config, found.place, layout.block_tokens, rank, counters)
     counters.start_at_zero(())
     counters.set("info", 1, mode=config.mode, io_engine="node", selector=config.selector)
     if rank == 0:
         logger.info("%s", _summary(config, found, store.describe()))
-    return NodeRank(store, counters, rank), layout
+    return NodeRank(store, counters, rank), replace(layout, geometry=geometry)
 
 
 def _open_guest(
@@ -366,9 +366,11 @@ def open_scheduler(
     max_model_len = vllm_config.model_config.max_model_len
     with ExitStack() as stack:
         if config.nodes and config.mode == "reuse":
-            from vllm_ssdkv.connector.node_startup import open_remote_index
+            from vllm_ssdkv.connector.node_startup import open_remote_index, store_on_nodes
 
-            store, weights = open_remote_index(config, found.place, found.layout, stack)
+            tokens = found.layout.block_tokens
+            index, weights = open_remote_index(config, found.place, tokens, stack)
+            store = store_on_nodes(config, index, found.place.counters)
         elif config.tier is not None:
             from vllm_ssdkv.connector.guest_startup import open_guest_index
 

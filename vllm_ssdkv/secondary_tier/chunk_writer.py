@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv import _io
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.store.io.thread_errors import ThreadErrors
-from vllm_ssdkv.store.tier import Pairs, TierStore
+from vllm_ssdkv.store.tier import FrameMemory, Pairs
 
 _LOOK_S: Final = 0.002
 """Time between two looks for a frame."""
@@ -46,6 +46,28 @@ class Pool:
         """Absolute address of each chunk, [n]."""
         return np.array([self.address + self.row_bytes * c for c in chunks], dtype=np.uint64)
 
+    def fill(self, sources: NDArray[np.uint64], blocks: NDArray[np.int64]) -> None:
+        """Copy chunks from these addresses, [n], to rows, which loads know as blocks, [n]: row i is
+        block i + 1, since block 0 stands for none."""
+        _io.copy(sources, self.addresses((blocks - 1).tolist()), self.row_bytes)
+
+
+class SaveStore(Protocol):
+    """As much of a store as :class:`ChunkWriter` needs. Methods mean what those of TieredStore
+    do."""
+
+    @property
+    def save_frames(self) -> FrameMemory:
+        """Frames that :meth:`reserve_frames` gives."""
+
+    def reserve_frames(self, slots: NDArray[np.int64], *, wait: bool) -> NDArray[np.int32]:
+        """Frames for the first of these slots, [k], k <= n."""
+
+    def flush(
+        self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: Sequence[bytes]
+    ) -> None:
+        """Write these slots in the background."""
+
 
 class ChunkWriter:
     """Fills frames with chunks and has them written. One thread calls the methods.
@@ -55,7 +77,7 @@ class ChunkWriter:
     """
 
     def __init__(
-        self, store: TierStore, pool: Pool, offset: int, deadline_s: float, counters: Counters
+        self, store: SaveStore, pool: Pool, offset: int, deadline_s: float, counters: Counters
     ):
         """``offset``: of the chunk in a frame."""
         self._store, self._pool, self._offset = store, pool, offset

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
+from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.secondary_tier.tier_events import TierEvents
 from vllm_ssdkv.secondary_tier.tier_store import TierStore
 from vllm_ssdkv.store.own_store import owned
@@ -42,6 +43,15 @@ class _Job:
     """Loads of the store that are under way."""
     good: list[OffloadKey] = field(default_factory=list)
     begun: float = field(default_factory=time.monotonic)
+
+
+def count_load(counters: Counters, outcome: LoadOutcome) -> None:
+    """Count a load that has ended."""
+    for tier in ("dram", "ssd"):
+        counters.add("hit_tokens", getattr(outcome, f"hit_tokens_from_{tier}"), tier=tier)
+        counters.add("load_seconds", getattr(outcome, f"{tier}_s"), tier=tier)
+    if not outcome.complete:
+        counters.add("load_failures")
 
 
 class LoadJobs:
@@ -104,7 +114,7 @@ class LoadJobs:
         for outcome in self._parts.bytes.take_load_outcomes():
             state = self._jobs.pop(outcome.request_id)
             chunks = state.loads.pop(outcome.request_id)
-            self._count(outcome)
+            count_load(self._counters, outcome)
             self.drop(outcome.bad, "read_error")
             failed = {slot for slot, _ in (*outcome.bad, *outcome.unread)}
             if not (outcome.complete or failed):  # for lack of memory, or by an error of ours
@@ -121,14 +131,6 @@ class LoadJobs:
                         self._load(state, [chunk])
             if not state.loads:
                 self._end(state)
-
-    def _count(self, outcome: LoadOutcome) -> None:
-        for tier in ("dram", "ssd"):
-            tokens = getattr(outcome, f"hit_tokens_from_{tier}")
-            self._counters.add("hit_tokens", tokens, tier=tier)
-            self._counters.add("load_seconds", getattr(outcome, f"{tier}_s"), tier=tier)
-        if not outcome.complete:
-            self._counters.add("load_failures")
 
     def drop(self, pairs: Pairs, cause: str) -> None:
         """Never find these again: slots with their epochs, -1 for the present one."""

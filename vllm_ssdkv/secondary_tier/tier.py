@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import numpy as np
 from vllm.v1.kv_offload.base import (
@@ -15,22 +15,21 @@ from vllm.v1.kv_offload.base import (
     OffloadingEvent,
     OffloadingMetricMetadata,
     RequestOffloadingContext,
+    ScheduleEndContext,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from vllm_ssdkv.base.log import show_log
+from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.secondary_tier import tier_options
-from vllm_ssdkv.connector.messages import RankReport
+from vllm_ssdkv.secondary_tier.chunk_keys import ChunkKeys
 from vllm_ssdkv.secondary_tier.identity import request_in_sight
-from vllm_ssdkv.secondary_tier.load_jobs import LoadJobs
-from vllm_ssdkv.secondary_tier.store_jobs import StoreJobs
-from vllm_ssdkv.secondary_tier.tier_events import MEDIUM, TierEvents
+from vllm_ssdkv.secondary_tier.own_chunks import OwnChunks
+from vllm_ssdkv.secondary_tier.tier_events import MEDIUM
 from vllm_ssdkv.secondary_tier.tier_metrics import TierMetrics, definitions
-from vllm_ssdkv.secondary_tier.tier_store import TierStore, open_tier_store
-from vllm_ssdkv.store.own_store import owned
+from vllm_ssdkv.secondary_tier.tier_store import ChunkSpace, chunk_space, open_tier_store
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats,
     )
@@ -47,6 +46,67 @@ _DEADLINES: Final = 3
 
 _OF_VLLM: Final = frozenset({"type", "module_path", "backpressure"})
 """Fields of an entry of ``secondary_tiers`` that vLLM takes out itself."""
+
+_ANSWERS: Final = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
+
+
+class Chunks(Protocol):
+    """A tier's chunks, in a store of this process or in nodes. vLLM's thread calls the methods,
+    and none but :meth:`close` waits for a drive or a node.
+
+    Attributes:
+        keys: Names chunks.
+        counters: Metrics.
+        deadline_s: For which a transfer may stand still.
+    """
+
+    keys: ChunkKeys
+    counters: Counters
+    deadline_s: float
+
+    def found(self, key: bytes, context: ReqContext) -> bool | None:
+        """Check whether a chunk is stored; None: that is not known yet."""
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Mark chunks, head first, as just used."""
+
+    def store(self, job: TransferJob) -> None:
+        """Store chunks of vLLM's pool, in the background."""
+
+    def load(self, job: TransferJob) -> None:
+        """Load chunks into vLLM's pool, in the background."""
+
+    @property
+    def under_way(self) -> bool:
+        """Check whether any job is under way."""
+
+    @property
+    def pending(self) -> bool:
+        """Check whether any job is under way, or has ended unnoticed."""
+
+    def take_done(self) -> list[JobResult]:
+        """Jobs that ended since the last call."""
+
+    def poll(self) -> None:
+        """Go on with jobs."""
+
+    def step_ended(self) -> None:
+        """A step of vLLM's scheduler has ended."""
+
+    def request_ended(self, request_id: str) -> None:
+        """A request has ended."""
+
+    def renewed(self) -> None:
+        """Nothing that was stored so far is found any more."""
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """KV events since the last call."""
+
+    def update_gauges(self) -> None:
+        """Refresh gauges."""
+
+    def close(self) -> None:
+        """Close what is open."""
 
 
 class SSDKVTier(SecondaryTierManager):
@@ -77,92 +137,71 @@ class SSDKVTier(SecondaryTierManager):
         tier, config = tier_options(options)
         self.locality = None if tier.locality is None else Locality(tier.locality)
         self._forgets = tier.weights_id is None and tier.on_reset == "new_identity"
-        shape = (-1, self.block_size_bytes)
-        rows = np.frombuffer(primary_kv_view, dtype=np.uint8).reshape(shape)
-        self._parts: TierStore = open_tier_store(tier, config, offloading_spec, rows)
-        self._rows: NDArray[np.uint8] | None = rows
-        self._own = owned(self._parts.store.own)
         told = offloading_spec.kv_events_config.enable_kv_cache_events
         if tier.enable_kv_events and not told:
             logger.warning(
                 "option enable_kv_events has no effect unless vLLM publishes KV events "
                 "(--kv-events-config)"
             )
-        wanted = tier.enable_kv_events and told
-        self._events = TierEvents(self._own.index, self.locality, wanted=wanted)
-        self._stores = StoreJobs(self._parts, self._events)
-        self._loads = LoadJobs(self._parts, self._events)
-        self._metrics = TierMetrics(self._parts.store, self._parts.access)
+        shape = (-1, self.block_size_bytes)
+        rows = np.frombuffer(primary_kv_view, dtype=np.uint8).reshape(shape)
+        space = chunk_space(tier, config, offloading_spec, rows)
+        self.chunks = self._opened(space, tells_events=tier.enable_kv_events and told)
+        self._open = True
+        self._metrics = TierMetrics(self.chunks.counters, self.chunks.update_gauges)
+
+    def _opened(self, space: ChunkSpace, *, tells_events: bool) -> Chunks:
+        """The chunks, in nodes or in a store of this process."""
+        if space.config.nodes:
+            from vllm_ssdkv.secondary_tier.node_chunks import open_node_chunks
+
+            return open_node_chunks(space)
+        return OwnChunks(open_tier_store(space), self.locality, tells_events=tells_events)
 
     # ---- requests ----
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """A request has arrived."""
-        self._parts.keys.arrived(req_context, request_in_sight(req_context.req_id))
+        self.chunks.keys.arrived(req_context, request_in_sight(req_context.req_id))
         return RequestOffloadingContext()
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Check whether a chunk is stored; touches memory only."""
-        return LookupResult.MISS if self._find(key, req_context) is None else LookupResult.HIT
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """A request has ended."""
+        self.chunks.request_ended(req_context.req_id)
 
-    def _find(self, key: OffloadKey, context: ReqContext) -> int | None:
-        if self._parts.store.suspension:
-            return None
-        named = self._parts.keys.of(key, context)
-        return None if named is None else self._own.index.find(named)
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Check whether a chunk is stored."""
+        named = self.chunks.keys.of(key, req_context)
+        return _ANSWERS[False if named is None else self.chunks.found(named, req_context)]
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Mark chunks, head first, as just used."""
-        found = [slot for key in keys if (slot := self._find(key, req_context)) is not None]
-        if found:
-            self._own.index.touch(np.array(found, dtype=np.int64))
+        named = [n for key in keys if (n := self.chunks.keys.of(key, req_context)) is not None]
+        if named:
+            self.chunks.touch(named)
 
     # ---- jobs ----
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Store chunks of vLLM's pool, in the background."""
-        self._stores.begin(job_metadata)
+        self.chunks.store(job_metadata)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Load chunks into vLLM's pool, in the background."""
-        self._loads.begin(job_metadata)
+        self.chunks.load(job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Jobs that ended since the last call."""
-        self._poll()
-        return [*self._stores.take_done(), *self._loads.take_done()]
+        self.chunks.poll()
+        return self.chunks.take_done()
 
     def has_pending_work(self) -> bool:
         """Keep stepping while jobs are under way, so that what they wrote gets journalled."""
-        return bool(self._stores or self._loads)
+        return self.chunks.pending
 
-    def _poll(self) -> None:
-        self._step()
-        self._stores.poll()
-        self._loads.poll()
-
-    def _step(self) -> None:
-        """Placement of slots, and what drives and scrub have told."""
-        own, access, policy = self._own, self._parts.access, self._parts.store.write_policy
-        own.rebalancer.step()
-        found_again = own.unread.step()
-        segments = own.rebalancer.take_segments()
-        if segments is not None:
-            access.change_segments(segments)
-        report = RankReport()
-        access.report(report)
-        for device in report.lost_devices:
-            own.weights.mark_lost(device)
-        for device in report.returned_devices:
-            own.weights.mark_returned(device, 0)
-        own.pauses.told(0, report.writing)
-        own.weights.update(0, report.speeds)
-        policy.wrote(report.written)
-        told = [pair for pair in (*report.bad, *report.mended) if own.index.holds(*pair)]
-        access.settle(None, told)
-        self._loads.drop(report.bad, "read_error")
-        if found_again or report.lost_devices or report.returned_devices:
-            self._events.look()
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """A step has ended."""
+        self.chunks.step_ended()
 
     def drain_jobs(self) -> None:
         """Wait until every job has ended. vLLM asks for this when its cache is reset: from then on
@@ -173,8 +212,8 @@ class SSDKVTier(SecondaryTierManager):
         while not self._drained():
             logger.warning("ssdkv: jobs of the tier do not end, and a reset waits for them")
         if self._forgets:
-            self._parts.keys.renew()
-            self._events.renewed()
+            self.chunks.keys.renew()
+            self.chunks.renewed()
             logger.warning(
                 "ssdkv: vLLM has reset its cache: nothing that was stored before is found any "
                 "more, and a later start does not find what is stored from now on (on_reset)"
@@ -182,11 +221,11 @@ class SSDKVTier(SecondaryTierManager):
 
     def _drained(self) -> bool:
         """Wait until every job has ended, for a few deadlines; whether all have."""
-        end = time.monotonic() + _DEADLINES * self._parts.access.opened.files.deadline_s
-        while self._stores.under_way or self._loads.under_way:
+        end = time.monotonic() + _DEADLINES * self.chunks.deadline_s
+        while self.chunks.under_way:
             if time.monotonic() > end:
                 return False
-            self._poll()
+            self.chunks.poll()
             time.sleep(_LOOK_S)
         return True
 
@@ -194,7 +233,7 @@ class SSDKVTier(SecondaryTierManager):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """KV events since the last call."""
-        return self._events.take()
+        return self.chunks.take_events()
 
     @classmethod
     def build_metric_definitions(
@@ -211,11 +250,11 @@ class SSDKVTier(SecondaryTierManager):
 
     def shutdown(self) -> None:
         """End of the engine: what is under way is written, the journal is made durable."""
-        if self._rows is None:
+        if not self._open:
             return
         try:
             if not self._drained():
                 logger.warning("ssdkv: jobs of the tier do not end: what they store is lost")
         finally:
-            self._rows = None  # vLLM unmaps its pool next
-            self._parts.close()
+            self._open = False  # vLLM unmaps its pool next
+            self.chunks.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -18,15 +18,11 @@ from vllm_ssdkv.base.metric import Metric
 from vllm_ssdkv.base.metrics import (
     METRICS,
     TELL_INTERVAL_S,
+    Counters,
     bucket_keys,
     histogram_of,
     parse_key,
 )
-from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerStore
-from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank
-from vllm_ssdkv.store.index_metrics import IndexMetrics
-from vllm_ssdkv.store.own_store import owned
-from vllm_ssdkv.store.tiered_store import TieredStore
 
 _LEAST: Final = 1e-9
 """A value on the bound between two buckets belongs to the lower one."""
@@ -63,10 +59,8 @@ def observations(buckets: Sequence[float], parts: Sequence[float]) -> Iterator[f
 class TierMetrics:
     """Numbers of one store on their way to vLLM. Used by the scheduler's thread."""
 
-    def __init__(self, store: SchedulerStore, access: EmbeddedRank[TieredStore]):
-        self._store, self._access = store, access
-        self._own = owned(store.own)
-        self._index = IndexMetrics(self._own.index, self._own.rebalancer, store.counters)
+    def __init__(self, counters: Counters, update_gauges: Callable[[], None]):
+        self._counters, self._update_gauges = counters, update_gauges
         self._due = time.monotonic()
 
     def take(self, *, running: bool) -> OffloadingConnectorStats | None:
@@ -77,7 +71,7 @@ class TierMetrics:
             return None
         self._due = now + TELL_INTERVAL_S
         self._update_gauges()
-        counters = self._store.counters
+        counters = self._counters
         stats = OffloadingConnectorStats()
         histograms: dict[str, list[float]] = {}
         for key, value in counters.take_gained().items():
@@ -95,12 +89,3 @@ class TierMetrics:
             metric, labels = parse_key(key)
             stats.set_gauge(metric.full_name, value, labels)
         return None if stats.is_empty() else stats
-
-    def _update_gauges(self) -> None:
-        paths, weights = self._own.weights.paths, self._own.rebalancer.weights
-        for path, weight in zip(paths, weights, strict=True):
-            share = weight / sum(weights) if weight else 0.0
-            self._store.counters.set("device_share", share, device=path)
-        self._store.write_policy.update_gauges(paths)
-        self._index.update()
-        self._access.update_gauges()

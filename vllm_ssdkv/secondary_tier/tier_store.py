@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -50,6 +51,90 @@ _FRAMES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkSpace:
+    """Chunks of one engine, before their store is open: whose they are, and where vLLM has them.
+
+    Attributes:
+        config: Options of the store.
+        place: Place of the store, with the chunks' shape.
+        settings: vLLM's settings that change KV.
+        weights: Digest of the weights.
+        pool: vLLM's pool.
+        tokens: Tokens of a chunk.
+        reuses, sees_media: See :class:`ChunkKeys`.
+    """
+
+    config: SSDKVConfig
+    place: StorePlace
+    settings: Fingerprint
+    weights: bytes
+    pool: Pool
+    tokens: int
+    reuses: bool
+    sees_media: bool
+
+    def keys(self, weights: Sequence[bytes], name_key: bytes) -> ChunkKeys:
+        """Keys of the chunks, once the store knows the weights."""
+        namespace = RankIdentities(self.settings, weights).namespace
+        return ChunkKeys(namespace, name_key, reuses=self.reuses, sees_media=self.sees_media)
+
+    def started(self, io_engine: str, paths: Sequence[str], lines: Sequence[str]) -> None:
+        """The store is open: begin its counters, and log what is in force."""
+        counters = self.place.counters
+        counters.start_at_zero(paths)
+        counters.set("info", 1, mode="reuse", io_engine=io_engine, selector="exact")
+        summary = "\n".join(f"  {line}" for line in lines)
+        logger.info("SSDKV tier, chunks of %s\n%s", approximate_size(self.pool.row_bytes), summary)
+
+
+def chunk_space(
+    tier: SecondaryTierConfig,
+    config: SSDKVConfig,
+    spec: OffloadingSpec,
+    rows: NDArray[np.uint8],
+) -> ChunkSpace:
+    """Find out whose chunks an engine has, whose pool has these ``rows``, [chunks, bytes].
+
+    Raises:
+        SSDKVError: see the modules that check; the text names the way out.
+    """
+    vllm_config = settings_in_sight()
+    for obstacle in obstacles_to_hashes(vllm_config):
+        raise obstacle.error()
+    chunks, nbytes = rows.shape
+    if not chunks:
+        raise UnsupportedError(
+            "SSDKVTier: vLLM's pool has no room for a chunk: raise cpu_bytes_to_use"
+        )
+    encrypted = config.encryption is not None
+    geometry = SlotGeometry("opaque", 1, 1, 1, nbytes, encrypted=encrypted)
+    if not config.nodes:
+        config = _with_memory(config, geometry)
+    fingerprint, named = chunk_identity(spec, nbytes, encrypted=encrypted)
+    model = vllm_config.model_config
+    place = StorePlace(
+        config,
+        [geometry],
+        fingerprint,
+        replica_of(spec.config.parallel),
+        model=str(model.model),
+        name=directory_name(str(model.model), model.revision),
+    )
+    layout = str(spec.config.kv_cache_layout)
+    seen = kv_settings(vllm_config, layout, chooses=False)
+    return ChunkSpace(
+        config,
+        place,
+        Fingerprint({**seen.fields, **named, **model_settings(vllm_config)}),
+        weights_digest(tier, vllm_config),
+        Pool(rows.ctypes.data, nbytes),
+        max(spec.tokens_per_block) * spec.blocks_per_chunk,
+        reuses=may_reuse(vllm_config),
+        sees_media=sees_media(vllm_config),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class TierStore:
     """An open store with both of its halves in this process.
 
@@ -85,64 +170,27 @@ class TierStore:
             stack.callback(self.writer.close)
 
 
-def open_tier_store(
-    tier: SecondaryTierConfig,
-    config: SSDKVConfig,
-    spec: OffloadingSpec,
-    rows: NDArray[np.uint8],
-) -> TierStore:
-    """Open the store for an engine whose pool has these ``rows``, [chunks, bytes].
+def open_tier_store(space: ChunkSpace) -> TierStore:
+    """Open the store in this process.
 
     Raises:
         SSDKVError: see the modules that check; the text names the way out.
     """
-    vllm_config = settings_in_sight()
-    for obstacle in obstacles_to_hashes(vllm_config):
-        raise obstacle.error()
-    chunks, nbytes = rows.shape
-    if not chunks:
-        raise UnsupportedError(
-            "SSDKVTier: vLLM's pool has no room for a chunk: raise cpu_bytes_to_use"
-        )
-    encrypted = config.encryption is not None
-    geometry = SlotGeometry("opaque", 1, 1, 1, nbytes, encrypted=encrypted)
-    config = _with_memory(config, geometry)
-    fingerprint, named = chunk_identity(spec, nbytes, encrypted=encrypted)
-    model = vllm_config.model_config
-    place = StorePlace(
-        config,
-        [geometry],
-        fingerprint,
-        replica_of(spec.config.parallel),
-        model=str(model.model),
-        name=directory_name(str(model.model), model.revision),
-    )
-    digest = weights_digest(tier, vllm_config)
-    layout = str(spec.config.kv_cache_layout)
-    seen = kv_settings(vllm_config, layout, chooses=False)
-    settings = Fingerprint({**seen.fields, **named, **model_settings(vllm_config)})
+    place, pool = space.place, space.pool
     with ExitStack() as stack:
         opened = open_rank(place, 0, place.counters)
         access = EmbeddedRank(opened, TieredStore)
         stack.callback(access.close)
-        counters = place.counters
-        counters.start_at_zero(access.device_paths)
-        counters.set("info", 1, mode="reuse", io_engine=opened.files.engine.name, selector="exact")
-        place.tell_weights(0, digest)
-        weights = place.bind(settings)
-        store = open_store(config, place, stack)
-        namespace = RankIdentities(settings, weights).namespace
-        reuses, media = may_reuse(vllm_config), sees_media(vllm_config)
-        keys = ChunkKeys(namespace, place.name_key(), reuses=reuses, sees_media=media)
-        pool = Pool(rows.ctypes.data, nbytes)
-        stored = access.start(_work(config, spec, access, pool))
+        space.started(opened.files.engine.name, access.device_paths, opened.describe())
+        place.tell_weights(0, space.weights)
+        keys = space.keys(place.bind(space.settings), place.name_key())
+        store = open_store(space.config, place, stack)
+        stored = access.start(_work(space, access))
         stack.callback(stored.close)
-        offset, deadline = geometry.layer_offset(0), opened.files.deadline_s
-        writer = ChunkWriter(stored, pool, offset, deadline, counters)
+        offset, deadline = place.geometries[0].layer_offset(0), opened.files.deadline_s
+        writer = ChunkWriter(stored, pool, offset, deadline, place.counters)
         stack.pop_all()
-    lines = "\n".join(f"  {line}" for line in opened.describe())
-    logger.info("SSDKV tier, chunks of %s\n%s", approximate_size(nbytes), lines)
-    return TierStore(store, access, stored, writer, keys, nbytes)
+    return TierStore(store, access, stored, writer, keys, pool.row_bytes)
 
 
 def _with_memory(config: SSDKVConfig, geometry: SlotGeometry) -> SSDKVConfig:
@@ -153,20 +201,16 @@ def _with_memory(config: SSDKVConfig, geometry: SlotGeometry) -> SSDKVConfig:
     return config.model_copy(update={"dram_gib": needed / GIB})
 
 
-def _work(
-    config: SSDKVConfig, spec: OffloadingSpec, access: EmbeddedRank[TieredStore], pool: Pool
-) -> StoreWork:
-    """Work of the store: loads go to the rows of the pool. To loads, row i is block i + 1, since
-    block 0 stands for none."""
-    nbytes, offset = pool.row_bytes, access.opened.files.geometry.layer_offset(0)
+def _work(space: ChunkSpace, access: EmbeddedRank[TieredStore]) -> StoreWork:
+    """Work of the store: loads go to the rows of the pool."""
+    pool, offset = space.pool, access.opened.files.geometry.layer_offset(0)
+    nbytes = pool.row_bytes
 
     def copy_in(frames: NDArray[np.int32], blocks: NDArray[np.int64]) -> None:
-        source = access.store.frames.address(frames) + np.uint64(offset)
-        _io.copy(source, pool.addresses((blocks - 1).tolist()), nbytes)
+        pool.fill(access.store.frames.address(frames) + np.uint64(offset), blocks)
 
     def one(value: int) -> NDArray[np.uint64]:
         return np.array([value], dtype=np.uint64)
 
     stretches = _io.Stretches(one(offset), one(nbytes), one(pool.address - nbytes), one(nbytes))
-    tokens = max(spec.tokens_per_block) * spec.blocks_per_chunk
-    return StoreWork(config, tokens, copy_in, stretches=stretches)
+    return StoreWork(space.config, space.tokens, copy_in, stretches=stretches)

@@ -11,14 +11,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
 from vllm_ssdkv.store.index.computed_blocks import ComputedBlocks
-from vllm_ssdkv.store.index.slot_index import (
-    FULL,
-    NOT_ADMITTED,
-    OVER_BUDGET,
-    PAUSED,
-    SlotIndex,
-    SlotState,
-)
+from vllm_ssdkv.store.index.slot_index import NO_SLOT_CAUSES, SlotIndex, SlotState
 from vllm_ssdkv.store.own_store import owned
 from vllm_ssdkv.store.tier import TierIndex
 
@@ -104,14 +97,6 @@ class PendingWrites:
         return self._under_way.pop(slot, None) is not None
 
 
-_CAUSES = {
-    FULL: "store_full",
-    NOT_ADMITTED: "admission",
-    OVER_BUDGET: "budget",
-    PAUSED: "writes_paused",
-}
-
-
 class SlotLedger:
     """Owner of slots that are not published yet, or not written. Used by the scheduler's thread.
 
@@ -191,7 +176,7 @@ class SlotLedger:
                 epoch = self._index.epoch(slot)
                 self._draft.copies.append((slot, epoch, block_id, -1))
                 self._write(slot, epoch, key)
-        return [_CAUSES[slot] for slot in slots if slot in _CAUSES]
+        return [NO_SLOT_CAUSES[slot] for slot in slots if slot in NO_SLOT_CAUSES]
 
     def _write(self, slot: int, epoch: int, key: bytes) -> None:
         self.unverified.add(slot)

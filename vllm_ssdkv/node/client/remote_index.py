@@ -145,6 +145,11 @@ class RemoteIndex:
             refused.append(answer)
         raise refused[0]
 
+    @property
+    def connected(self) -> bool:
+        """Check whether any node answers, as far as is known."""
+        return any(member.connected for member in self.members)
+
     # ---- finding ----
 
     def _ask_all(self, keys: Sequence[bytes]) -> None:
@@ -213,6 +218,12 @@ class RemoteIndex:
             known = [self._found.get(key, -1) for key in keys]
             end = known.index(-1) if -1 in known else len(known)
         return np.array(known[:end], dtype=np.int64)
+
+    def find_each(self, keys: Sequence[bytes]) -> I64:
+        """Slot of each key, -1 where no node says that it is stored, int64, [n]; one round trip, or
+        none where they were looked for in this step."""
+        self._ask_new(keys)
+        return np.array([self._found.get(key, -1) for key in keys], dtype=np.int64)
 
     def last(self, keys: Sequence[bytes], first: int, end: int, tags: Sequence[int]) -> int:
         """The last n of ``first`` < n <= ``end`` whose key is ready with each of ``tags``; one

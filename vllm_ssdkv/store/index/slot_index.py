@@ -71,6 +71,14 @@ OVER_BUDGET = -4
 PAUSED = -5
 """Answer of a node in place of a slot: writes to its drives are paused."""
 
+NO_SLOT_CAUSES = {
+    FULL: "store_full",
+    NOT_ADMITTED: "admission",
+    OVER_BUDGET: "budget",
+    PAUSED: "writes_paused",
+}
+"""Causes (``stores_skipped``) of the answers with which a block is not stored."""
+
 
 class SlotState(IntEnum):
     """State of a slot; see the module's text."""
