@@ -56,6 +56,7 @@ LARGER = {
     "triton_kernels/attend.py attend": _KERNEL,
     "triton_kernels/attend.py attend_parts": _KERNEL,
     "triton_kernels/choose.py choose": _KERNEL,
+    "triton_kernels/codes.py code_logits": _KERNEL,
     "triton_kernels/score.py channel_logits": _KERNEL,
     "triton_kernels/score.py page_logits": _KERNEL,
     "vllm_ssdkv/attention/exact.py attend_exact": _ATTENTION,

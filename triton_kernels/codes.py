@@ -175,6 +175,29 @@ def _shape(layout: BlockLayout, bits: int) -> tuple[int, int, int]:
 
 
 @jit
+def _rotate_kernel(
+    q_ptr: torch.Tensor,
+    rotation_ptr: torch.Tensor,
+    rotated_ptr: torch.Tensor,
+    queries: int,
+    scale: float,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    line = (tl.program_id(0) * LEAST_DOT + tl.arange(0, LEAST_DOT)).to(tl.int64)
+    channel = tl.arange(0, BLOCK_D)
+    total = tl.zeros([LEAST_DOT, BLOCK_D], tl.float32)
+    for first in range(0, BLOCK_D, LEAST_DOT):
+        part = first + tl.arange(0, LEAST_DOT)
+        mask = (line < queries)[:, None] & (part < HEAD_SIZE)[None, :]
+        q = tl.load(q_ptr + line[:, None] * HEAD_SIZE + part[None, :], mask=mask, other=0.0)
+        turn = tl.load(rotation_ptr + part[:, None] * BLOCK_D + channel[None, :])
+        total += tl.dot(q.to(tl.float32) * scale, turn, input_precision="ieee")
+    at = rotated_ptr + line[:, None] * BLOCK_D + channel[None, :]
+    tl.store(at, total, mask=(line < queries)[:, None])
+
+
+@jit
 def _logits_kernel(
     q_ptr: torch.Tensor,
     levels_ptr: torch.Tensor,
@@ -183,6 +206,7 @@ def _logits_kernel(
     records_ptr: torch.Tensor,
     logits_ptr: torch.Tensor,
     columns: int,
+    offset: int,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -208,7 +232,7 @@ def _logits_kernel(
     # So many tokens of each page at a time.
     place = tl.arange(0, PAGES * BLOCK_T)
     page = tl.program_id(2) * PAGES + place // BLOCK_T
-    record = tl.load(records_ptr + begin + page // GROUPS, mask=page < count, other=0)
+    record = tl.load(records_ptr + begin + page // GROUPS, mask=page < count, other=0) + offset
     record = record.to(tl.pointer_type(tl.uint8)) + head * RECORD
     step = tl.zeros([PAGES * BLOCK_T], tl.uint32)
     for i in tl.static_range(4):
@@ -265,6 +289,14 @@ def _logits_kernel(
     )
 
 
+def rotated_queries(
+    rows: int, query_heads: int, layout: BlockLayout, device: torch.device
+) -> torch.Tensor:
+    """Memory for the rotated queries of :func:`code_logits`."""
+    size = padded(layout.head_size, LEAST_DOT.value)
+    return torch.empty((rows, query_heads, size), dtype=torch.float32, device=device)
+
+
 def code_logits(
     query: torch.Tensor,
     row_begin: torch.Tensor,
@@ -275,10 +307,13 @@ def code_logits(
     layout: BlockLayout,
     scale: float,
     bits: int,
+    rotated: torch.Tensor | None = None,
+    offset: int = 0,
 ) -> None:
     """Write logits of each context page from codes to ``logits``, float32 ``[R, Hq, columns]``.
 
-    Arguments as of ``score.page_logits``, with records of codes. Queued on the current stream.
+    Arguments as of ``score.page_logits``, with records of codes; ``rotated``, of
+    :func:`rotated_queries` or its own, is written. Two launches, queued on the current stream.
     """
     rows, heads, size = query.shape
     require(
@@ -289,12 +324,22 @@ def code_logits(
     if not logits.numel():
         return
     turn = rotation(size, query.device)
-    rotated = torch.zeros((rows, heads, len(turn)), dtype=torch.float32, device=query.device)
-    torch.matmul(query.float() * scale, turn[:size], out=rotated)
+    if rotated is None:
+        rotated = rotated_queries(rows, heads, layout, query.device)
     tiles, lines, record = _shape(layout, bits)
     room = min(padded(layout.page_tokens), TILE_TOKENS)
     pages = TILE_TOKENS // room
     with on_device_of(query):
+        _rotate_kernel[(-(-rows * heads // LEAST_DOT.value),)](
+            query,
+            turn,
+            rotated,
+            rows * heads,
+            scale,
+            HEAD_SIZE=size,
+            BLOCK_D=len(turn),
+            num_warps=4,
+        )
         _logits_kernel[(rows, layout.kv_heads, math.ceil(columns / pages))](
             rotated,
             levels(bits, query.device),
@@ -303,6 +348,7 @@ def code_logits(
             codes,
             logits,
             columns,
+            offset,
             KV_HEADS=layout.kv_heads,
             GROUP=heads // layout.kv_heads,
             HEAD_SIZE=size,

@@ -7,6 +7,7 @@ graph which has captured a layer does the work of any later step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -19,6 +20,7 @@ from vllm_ssdkv.triton_kernels.attend import (
     attend_parts,
     pages_of,
 )
+from vllm_ssdkv.triton_kernels.codes import code_logits, rotated_queries
 from vllm_ssdkv.triton_kernels.merge import finish_parts
 from vllm_ssdkv.triton_kernels.resolve import Choice, Listed, resolve
 from vllm_ssdkv.triton_kernels.score import page_logits
@@ -34,23 +36,55 @@ class Choosing:
     """Manner in which rows choose.
 
     Attributes:
-        spread: By mean and variance, not by bounds.
+        record: Data by which pages are scored; empty: no row scores them.
         sinks: First pages of a context that are chosen in any case.
+        code_bits: Bits of a channel in codes.
+        mass: Share of the attention that ends a choice before a row's most pages; 1: nothing does.
     """
 
-    spread: bool
+    record: Literal["", "bounds", "spread", "codes"]
     sinks: int
+    code_bits: int = 0
+    mass: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Memory of the batches of one size.
+
+    Attributes:
+        rows: See ``BatchRows``.
+        choice: What they choose by.
+        listed: Pages that they chose.
+        pages: The rows over these.
+        parts: Partial states of attention, those of the window first.
+        rotated: Queries for codes; empty: nobody chooses by these.
+    """
+
+    rows: BatchRows
+    choice: Choice
+    listed: Listed
+    pages: Rows
+    parts: PartialState
+    rotated: torch.Tensor
 
 
 class DecodeLayer:
     """Layers of steps with at most R rows of one token each, whose logits are plain: no sinks, no
     soft cap and no slopes.
 
+    Batches of all sizes share memory: no two may be under way on a device at a time, unless one
+    stream has both.
+
+    Attributes:
+        outcome: What became of each row of the tables in the latest step; see ``resolve.Choice``.
+
     Example::
 
         layer = DecodeLayer(layout, slots, shape, tables, window_blocks=20, query_heads=32)
         layer.begin(batch, block_stride)  # once a step, then for each layer of the model:
-        layer.attend(query, key, value, cache, out, batch, scale, offsets=(frame, record))
+        layer.store(key, value, cache, batch)
+        layer.attend(query, cache, out, scale, offsets=(frame, record))
     """
 
     def __init__(
@@ -78,35 +112,33 @@ class DecodeLayer:
         self.layout, self.shape, self.tables = layout, shape, tables
         self._slots, self._choosing = slots, choosing
         device, rows, size = tables.device, shape.rows, layout.head_size
-        self.rows = BatchRows.empty(rows, window_blocks, device)
-        self.lost = torch.zeros(rows, dtype=torch.uint8, device=device)
+        every = BatchRows.empty(rows, window_blocks, device)
+        self.outcome = every.outcome
         columns = max(1, shape.blocks * layout.groups)
         self._records = tables[shape.records :]
-        stride = slots.page_stride_bytes
-        of_query = rows, query_heads
-        self._choice = Choice(
-            self.rows.row,
-            self.rows.columns,
-            self.rows.least,
-            self.rows.most,
+        of_query, lists = (rows, query_heads), rows * layout.kv_heads
+        choice = Choice(
+            every.row,
+            every.columns,
+            every.least,
+            every.most,
             tables[shape.frames : shape.records].view(rows, shape.blocks),
-            torch.zeros(stride, dtype=torch.uint8, device=device),
-            self.lost,
+            torch.zeros(slots.page_stride_bytes, dtype=torch.uint8, device=device),
+            self.outcome,
             torch.zeros((*of_query, columns), device=device),
             torch.zeros((rows, layout.kv_heads, columns), device=device),
             torch.zeros(of_query, device=device),
         )
-        lists = rows * layout.kv_heads
         number = torch.arange(lists, dtype=torch.int32, device=device)
         places = torch.zeros((2, lists * columns), dtype=torch.int64, device=device)
-        self._listed = Listed(number * columns, number.clone(), places[0], places[1])
-        window = self.rows.window
-        self._pages = Rows(
+        listed = Listed(number * columns, number.clone(), places[0], places[1])
+        window = every.window
+        pages = Rows(
             window.query_begin,
             window.query_count,
             window.first_position,
-            self._listed.begin,
-            self._listed.end,
+            listed.begin,
+            listed.end,
             1,
             columns,
         )
@@ -116,52 +148,120 @@ class DecodeLayer:
             self._split_pages *= 2
         keys = window_blocks * layout.block_tokens
         self._of_window = max(1, min(WINDOW_SPLITS, 2 * keys // MIN_SPLIT_KEYS))
-        parts = self._of_window + -(-columns // self._split_pages)
-        self._parts = PartialState(
-            torch.zeros((parts, *of_query), device=device),
-            torch.zeros((parts, *of_query), device=device),
-            torch.zeros((parts, *of_query, size), device=device),
+        count = self._of_window + -(-columns // self._split_pages)
+        parts = PartialState(
+            torch.zeros((count, *of_query), device=device),
+            torch.zeros((count, *of_query), device=device),
+            torch.zeros((count, *of_query, size), device=device),
+        )
+        by_codes = choosing is not None and choosing.record == "codes"
+        rotated = rotated_queries(rows if by_codes else 0, query_heads, layout, device)
+        self._sizes = {rows: _Places(every, choice, listed, pages, parts, rotated)}
+        self._now = self._sizes[rows]
+
+    def _of(self, rows: int) -> _Places:
+        """Memory of the batches of so many rows."""
+        if rows not in self._sizes:
+            self._sizes[rows] = self._first(self._sizes[self.shape.rows], rows)
+        return self._sizes[rows]
+
+    def _first(self, every: _Places, rows: int) -> _Places:
+        choice, listed, parts = every.choice, every.listed, every.parts
+        here, lists = slice(rows), slice(rows * self.layout.kv_heads)
+        found = every.rows.first(rows)
+        width = choice.logits.shape[2]
+        room = rows * self.layout.kv_heads * width
+        part = (len(parts.m), rows, *parts.m.shape[2:])
+
+        def packed(values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+            return values.flatten()[: int(torch.Size(shape).numel())].view(shape)
+
+        now = Listed(
+            listed.begin[lists], listed.end[lists], listed.address[:room], listed.position[:room]
+        )
+        window = found.window
+        return _Places(
+            found,
+            Choice(
+                found.row,
+                found.columns,
+                found.least,
+                found.most,
+                choice.frames,
+                choice.nowhere,
+                choice.outcome,
+                choice.logits[here],
+                choice.weights[here],
+                choice.lse[here],
+            ),
+            now,
+            Rows(
+                window.query_begin,
+                window.query_count,
+                window.first_position,
+                now.begin,
+                now.end,
+                1,
+                width,
+            ),
+            PartialState(
+                packed(parts.m, part),
+                packed(parts.l, part),
+                packed(parts.acc, (*part, self.layout.head_size)),
+            ),
+            every.rotated[here],
         )
 
+    @property
+    def rows(self) -> BatchRows:
+        """Rows of the latest batch."""
+        return self._now.rows
+
     def begin(self, batch: Batch, block_stride: int) -> None:
-        """Find the rows of a batch, once a step. ``block_stride``: elements from a block in HBM to
-        the next, of every layer."""
+        """Find the rows of a batch, once a step: of as many entries as its ``seq_lens``.
+
+        ``block_stride``: elements from a block in HBM to the next, of every layer.
+        """
+        self._now = self._of(len(batch.seq_lens))
         match(
             batch,
             self.tables,
             self.shape,
-            self.rows,
+            self._now.rows,
             block_tokens=self.layout.block_tokens,
             groups=self.layout.groups,
             block_stride=block_stride,
         )
 
+    def store(
+        self, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, batch: Batch
+    ) -> None:
+        """Store K and V of a layer's new tokens, [R, Hkv, D], in its blocks in HBM, before it is
+        attended to."""
+        store_kv(key, value, cache, batch.slots, self.layout)
+
     def attend(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
         cache: torch.Tensor,
         out: torch.Tensor,
-        batch: Batch,
         scale: float,
         offsets: tuple[int, int],
     ) -> None:
-        """Store the new keys and values of a layer, and write its attention to ``out``.
+        """Write a layer's attention to ``out``, for the batch of the latest :meth:`begin`.
 
         Args:
             query: [R, Hq, D].
-            key, value: [R, Hkv, D].
             cache: The layer's blocks in HBM, [num_blocks, ...].
             out: [R, Hq, D]; entries without a row get zeros.
-            batch: As of :meth:`begin`.
             scale: Of the logits.
             offsets: Bytes from a frame's start to the layer's first page, and from the records of
                 a block's first layer to those of this one.
         """
-        rows, choosing = self.rows, self._choosing
-        store_kv(key, value, cache, batch.slots, self.layout)
-        window, pages = self._part(0, self._of_window), self._part(self._of_window, None)
+        now, choosing = self._now, self._choosing
+        rows = now.rows
+        window = self._part(now.parts, 0, self._of_window)
+        pages = self._part(now.parts, self._of_window, None)
         attend_parts(
             query,
             window,
@@ -173,40 +273,61 @@ class DecodeLayer:
             scale=scale,
             splits=len(window.m),
         )
-        if choosing is not None:
-            page_logits(
-                query,
-                rows.scored_begin,
-                rows.scored_end,
-                self._records,
-                self._choice.logits,
-                layout=self.layout,
-                scale=scale,
-                spread=choosing.spread,
-                offset=offsets[1],
-            )
+        if choosing is not None and choosing.record:
+            self._score(now, choosing, query, scale, offsets[1])
         resolve(
-            self._choice,
+            now.choice,
             window,
-            self._listed,
+            now.listed,
             self._slots,
             offset=offsets[0],
             sinks=0 if choosing is None else choosing.sinks,
+            wanted=1.0 if choosing is None else choosing.mass,
         )
         attend_parts(
             query,
             pages,
-            self._pages,
+            now.pages,
             cache=None,
-            block_offset=self._listed.address,
-            block_position=self._listed.position,
+            block_offset=now.listed.address,
+            block_position=now.listed.position,
             layout=pages_of(self.layout),
             scale=scale,
             splits=len(pages.m),
             split_pages=self._split_pages,
         )
-        finish_parts(self._parts, out)
+        finish_parts(now.parts, out)
 
-    def _part(self, begin: int, end: int | None) -> PartialState:
-        parts = self._parts
+    def _score(
+        self, now: _Places, choosing: Choosing, query: torch.Tensor, scale: float, offset: int
+    ) -> None:
+        rows, logits = now.rows, now.choice.logits
+        if choosing.record == "codes":
+            code_logits(
+                query,
+                rows.scored_begin,
+                rows.scored_end,
+                self._records,
+                logits,
+                layout=self.layout,
+                scale=scale,
+                bits=choosing.code_bits,
+                rotated=now.rotated,
+                offset=offset,
+            )
+        else:
+            page_logits(
+                query,
+                rows.scored_begin,
+                rows.scored_end,
+                self._records,
+                logits,
+                layout=self.layout,
+                scale=scale,
+                spread=choosing.record == "spread",
+                offset=offset,
+            )
+
+    @staticmethod
+    def _part(parts: PartialState, begin: int, end: int | None) -> PartialState:
         return PartialState(parts.m[begin:end], parts.l[begin:end], parts.acc[begin:end])

@@ -70,8 +70,10 @@ def _resolve_kernel(
     address_ptr: torch.Tensor,
     position_ptr: torch.Tensor,
     end_ptr: torch.Tensor,
-    lost_ptr: torch.Tensor,
+    outcome_ptr: torch.Tensor,
+    table_rows: int,
     sinks: int,
+    wanted: float,
     log_tokens: float,
     width: int,
     room: int,
@@ -87,6 +89,7 @@ def _resolve_kernel(
     BLOCK: tl.constexpr,
     ONE: tl.constexpr,
     SEEN: tl.constexpr,
+    ADAPTIVE: tl.constexpr,
 ) -> None:
     line = tl.program_id(0).to(tl.int64)
     entry = line // KV_HEADS
@@ -95,10 +98,13 @@ def _resolve_kernel(
     most = tl.maximum(tl.minimum(tl.minimum(tl.load(most_ptr + entry), columns), room), 0)
     at = line * room
     frame_ptr += row * blocks
+    lost_ptr = outcome_ptr + row
+    chosen_ptr = lost_ptr + table_rows
     least = tl.load(least_ptr + entry)
-    if (least < 0) | (most == 0) | (most == columns):
+    if (least < 0) | (tl.minimum(least, most) == columns) | (most == 0):
         # Nothing is ranked: the first pages and the newest ones, which may be none or all.
         tl.store(end_ptr + line, at.to(tl.int32) + most)
+        tl.atomic_add(chosen_ptr, most)
         first = tl.minimum(sinks, most)
         for start in range(0, tl.where(most > 0, columns, 0), BLOCK):
             column = start + tl.arange(0, BLOCK)
@@ -112,7 +118,7 @@ def _resolve_kernel(
                 frame_ptr,
                 address_ptr,
                 position_ptr,
-                lost_ptr + row,
+                lost_ptr,
                 offset,
                 nowhere,
                 GROUPS,
@@ -141,14 +147,17 @@ def _resolve_kernel(
     tl.debug_barrier()  # weights are read by other threads than wrote them
     weights_ptr += line * width
     count, bound, left, first, held, held_mass = rank(
-        weights_ptr, weights_ptr, columns, least, most, sinks, covered, 1.0, False, BLOCK, ONE
+        weights_ptr, weights_ptr, columns, least, most, sinks, covered, wanted, ADAPTIVE, BLOCK, ONE
     )
     tl.store(end_ptr + line, at.to(tl.int32) + count)
+    tl.atomic_add(chosen_ptr, count)
     for start in range(0, columns, BLOCK):
-        key, _, there = tile_of(
+        key, mass, there = tile_of(
             weights_ptr, weights_ptr, start, columns, first, held, held_mass, BLOCK, ONE
         )
         taken, left = taken_of(key, there, bound, left)
+        if ADAPTIVE:
+            covered += tl.sum(tl.where(taken, mass, 0.0), 0)
         _list_pages(
             taken,
             start,
@@ -157,7 +166,7 @@ def _resolve_kernel(
             frame_ptr,
             address_ptr,
             position_ptr,
-            lost_ptr + row,
+            lost_ptr,
             offset,
             nowhere,
             GROUPS,
@@ -166,6 +175,9 @@ def _resolve_kernel(
             BLOCK,
         )
         at += tl.sum(taken.to(tl.int32), 0)
+    if ADAPTIVE:
+        short = (covered < wanted) & (count < columns)
+        tl.atomic_add(chosen_ptr + table_rows, short.to(tl.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +190,9 @@ class Choice:
         frames: Address of the frame of each block of each row, 0 where there is none, int64
             [rows, blocks].
         nowhere: A page of zeros, which is attended to in place of one whose block has no frame.
-        lost: Gets 1 for rows that chose such a page, uint8 [rows].
+        outcome: Of each row of the tables, int32 [3, rows]: 1 if it chose such a page; the pages
+            that it chose, and its lists that ended before they had the mass that was ``wanted``,
+            both added to what is there.
         logits, weights: Tables that are used on the way, float32 [R, Hq, n] and [R, Hkv, n].
         lse: Likewise, float32 [R, Hq].
     """
@@ -189,7 +203,7 @@ class Choice:
     most: torch.Tensor
     frames: torch.Tensor
     nowhere: torch.Tensor
-    lost: torch.Tensor
+    outcome: torch.Tensor
     logits: torch.Tensor
     weights: torch.Tensor
     lse: torch.Tensor
@@ -218,13 +232,14 @@ def resolve(
     *,
     offset: int,
     sinks: int,
+    wanted: float,
 ) -> None:
     """Fill ``listed`` with the pages that each row and KV head attends to.
 
-    A row whose ``most`` is not less than its ``columns`` takes all of its pages, one whose ``most``
-    is 0 none, and one whose ``least`` is negative the first ``sinks`` and the newest ones. Others
-    choose by ``logits`` as ``ScoringKernels.weigh`` and ``choose`` say. Queued on the current
-    stream.
+    A row whose ``least`` and ``most`` are not less than its ``columns`` takes all of its pages, one
+    whose ``most`` is 0 none, and one whose ``least`` is negative the first ``sinks`` and the newest
+    ones. Others choose by ``logits`` as ``ScoringKernels.weigh`` and ``choose`` say. Queued on the
+    current stream.
 
     Args:
         choice: Rows, and what they choose by.
@@ -233,6 +248,7 @@ def resolve(
         layout: Layout of a block in a slot.
         offset: Bytes from a frame's start to the layer's first page.
         sinks: First pages of a context that go first.
+        wanted: Mass that ends a row's choice between ``least`` and ``most``; 1: it takes ``most``.
     """
     rows, heads, width = choice.logits.shape
     lists = rows * layout.kv_heads
@@ -251,8 +267,10 @@ def resolve(
             listed.address,
             listed.position,
             listed.end,
-            choice.lost,
+            choice.outcome,
+            choice.outcome.shape[1],
             sinks,
+            wanted,
             math.log(layout.page_tokens),
             width,
             len(listed.address) // lists,
@@ -268,5 +286,6 @@ def resolve(
             BLOCK=min(TILE, padded(width)),
             ONE=width <= TILE,
             SEEN=len(seen.m),
+            ADAPTIVE=wanted < 1,
             num_warps=warps_for(width),
         )

@@ -48,6 +48,7 @@ def _match_kernel(
     most_ptr: torch.Tensor,
     scored_begin_ptr: torch.Tensor,
     scored_end_ptr: torch.Tensor,
+    outcome_ptr: torch.Tensor,
     rows: int,
     blocks: int,
     fields: int,
@@ -57,6 +58,7 @@ def _match_kernel(
     BLOCK_TOKENS: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    OUTCOMES: tl.constexpr,
 ) -> None:
     entry = tl.program_id(0)
     slot = tl.load(slot_ptr + entry)
@@ -70,6 +72,8 @@ def _match_kernel(
     window = tl.where(there, (tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS - first, 0)
     window = tl.minimum(window, window_blocks)
     tl.store(row_ptr + entry, row.to(tl.int32))
+    for i in tl.static_range(OUTCOMES):
+        tl.store(outcome_ptr + i * rows + row, 0)
     tl.store(position_ptr + entry, (tokens - 1).to(tl.int64))
     tl.store(window_end_ptr + entry, (entry * window_blocks + window).to(tl.int32))
     tl.store(columns_ptr + entry, (held * GROUPS).to(tl.int32))
@@ -88,7 +92,8 @@ def _match_kernel(
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """Rows of a batch of one token each, at fixed places on the device. R entries.
+    """Rows of a batch of one token each, at fixed places on the device. R entries, of tables with
+    at least as many rows.
 
     Attributes:
         row: Row of the tables, int32 [R]; 0 for an entry that has none.
@@ -96,6 +101,7 @@ class BatchRows:
         block_offset, block_position: Of these blocks, int64 [R * window_blocks].
         columns, least, most: Pages of the context, and how many each KV head takes, int32 [R].
         scored_begin, scored_end: Blocks whose records are scored, int32 [R].
+        outcome: What becomes of each row of the tables, int32 [3, rows]: see ``resolve.Choice``.
     """
 
     row: torch.Tensor
@@ -107,6 +113,7 @@ class BatchRows:
     most: torch.Tensor
     scored_begin: torch.Tensor
     scored_end: torch.Tensor
+    outcome: torch.Tensor
 
     @classmethod
     def empty(cls, rows: int, window_blocks: int, device: torch.device) -> BatchRows:
@@ -123,7 +130,34 @@ class BatchRows:
             window_blocks,
         )
         places = torch.zeros((2, rows * window_blocks), dtype=torch.int64, device=device)
-        return cls(none[1], window, places[0], places[1], none[2], none[3], none[4], *none[5:])
+        outcome = torch.zeros((3, rows), dtype=torch.int32, device=device)
+        of_row = none[2], none[3], none[4], none[5], none[6]
+        return cls(none[1], window, places[0], places[1], *of_row, outcome)
+
+    def first(self, rows: int) -> BatchRows:
+        """The same memory for a batch of fewer entries."""
+        window, here = self.window, slice(rows)
+        blocks = slice(rows * window.max_blocks)
+        return BatchRows(
+            self.row[here],
+            Rows(
+                window.query_begin[here],
+                window.query_count[here],
+                window.first_position[here],
+                window.block_begin[here],
+                window.block_end[here],
+                window.max_queries,
+                window.max_blocks,
+            ),
+            self.block_offset[blocks],
+            self.block_position[blocks],
+            self.columns[here],
+            self.least[here],
+            self.most[here],
+            self.scored_begin[here],
+            self.scored_end[here],
+            self.outcome,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +186,8 @@ def match(
     groups: int,
     block_stride: int,
 ) -> None:
-    """Find the entries' rows in ``tables`` (int64 ``[shape.size]``), and what layers need of them.
+    """Find the entries' rows in ``tables`` (int64 ``[shape.size]``), and what layers need of them;
+    their outcomes begin at 0.
 
     ``groups`` are pages of a block for each KV head, ``block_stride`` elements from a block in HBM
     to the next. Queued on the current stream.
@@ -175,6 +210,7 @@ def match(
             found.most,
             found.scored_begin,
             found.scored_end,
+            found.outcome,
             shape.rows,
             shape.blocks,
             shape.fields,
@@ -184,5 +220,6 @@ def match(
             BLOCK_TOKENS=block_tokens,
             GROUPS=groups,
             BLOCK_W=padded(window_blocks),
+            OUTCOMES=len(found.outcome),
             num_warps=1,
         )

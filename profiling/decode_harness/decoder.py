@@ -22,11 +22,12 @@ from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.request import RequestOptions
+from vllm_ssdkv.connector.graphs import piecewise_reason
 from vllm_ssdkv.connector.identity.loaded_model import LoadedModel
 from vllm_ssdkv.connector.kv_layout import KVLayout, paged_geometry
 from vllm_ssdkv.connector.messages import ContextDelta, CopyToDram, Flush, Row, StepPlan
 from vllm_ssdkv.connector.worker.binding import Binding
-from vllm_ssdkv.connector.worker.device_decode import DeviceDecode, piecewise_reason
+from vllm_ssdkv.connector.worker.device_decode import DeviceDecode
 from vllm_ssdkv.connector.worker.device_memory import held_for_summaries, hold_summary_memory
 from vllm_ssdkv.connector.worker.page_mode import ContextLayers, PageMode
 from vllm_ssdkv.connector.worker.paged_attention import attend_layer, rows_of_step, store_new
@@ -214,11 +215,19 @@ class PagedDecoder:
     def _device_decode(self) -> DeviceDecode | None:
         """Attention that is captured with the model; None: layer by layer."""
         paged, new_event = self._paged, events_of(self.device)
-        if not self.passes.captures or new_event is None or piecewise_reason(paged):
+        reason = piecewise_reason(paged.config, paged.layout, paged.layers)
+        if not self.passes.captures or new_event is None or reason:
             return None
-        blocks = self.room.blocks // self.room.requests
-        stride = self._caches[0].stride(0)
-        return DeviceDecode(paged, self.room.requests, blocks, stride, self.device, new_event)
+        rows, blocks = self.room.requests, self.room.blocks // self.room.requests
+        stride, where = self._caches[0].stride(0), self.device
+        device = DeviceDecode(paged, rows, blocks, stride, where, new_event)
+        widest = blocks + -(-self.window // self.room.block_tokens) + 2
+        self._batch = device.batch(
+            torch.full((rows,), -1, dtype=torch.int64, device=where),
+            torch.zeros(rows, dtype=torch.int32, device=where),
+            torch.zeros((rows, widest), dtype=torch.int32, device=where),
+        )
+        return device
 
     def _open(self, place: StorePlace, contexts: int, drives: NodeDrives | None) -> OpenStore:
         """Open the store, with memory of the device for summaries where the options give any."""
@@ -400,20 +409,20 @@ class PagedDecoder:
         if self.timer is not None:
             attention = timed(attention, self.timer)
         device, timing = self._paged.device, self.timer or self._parts
-        if device is None or not device.serves or timing or len(ids) != self.room.requests:
+        if device is None or timing or len(ids) != self.room.requests:
+            return self.passes(ids, where, attention)
+        if not device.serves or device.armed:
             return self.passes(ids, where, attention)
         ends = [request.tokens + 1 for request, _ in self._now]
-        device.batch.slots.copy_(self._mapping)
-        device.batch.seq_lens.copy_(torch.tensor(ends))
-        table = torch.zeros(device.batch.block_table.shape, dtype=torch.int32)
+        batch = self._batch
+        batch.slots.copy_(self._mapping)
+        batch.seq_lens.copy_(torch.tensor(ends))
+        table = torch.zeros(batch.block_table.shape, dtype=torch.int32)
         for row, (request, _) in enumerate(self._now):
             table[row, : len(request.hbm)] = torch.tensor(request.hbm, dtype=torch.int32)
-        device.batch.block_table.copy_(table)
+        batch.block_table.copy_(table)
         logits = self.passes(ids, where, attention, self._attend_by_tables)
-        step = self._paged.step
-        if self.passes.captures and step is not None:
-            device.count(step)
-        else:  # nothing can be captured: layers have attended one by one
+        if not self.passes.captures:  # layers have attended one by one
             device.leases.close()
             self._paged.device = None
         return logits
@@ -430,10 +439,11 @@ class PagedDecoder:
         if device is None:
             raise RuntimeError("there are no tables to attend by")
         if layer == 0:
-            device.find_rows()
+            device.find_rows(self._batch)
         queries, keys, values = (part[:, :, 0].contiguous() for part in (query, key, value))
-        out = torch.empty_like(queries)
-        device.attend(layer, queries, keys, values, self._caches[layer], out, scale)
+        out, cache = torch.empty_like(queries), self._caches[layer]
+        device.store(keys, values, cache, self._batch)
+        device.attend(layer, queries, cache, out, scale)
         return out[:, None]
 
     def _attend(

@@ -232,6 +232,18 @@ def test_logits_that_selectors_do_not_know() -> None:
     assert '"bounds" does not know the logits or the KV of this model' in told["ssdkv"]["error"]
 
 
+def test_a_graph_chooses_in_one_way() -> None:
+    """By its scorer as far as a mass is covered, and so up to a number of pages, too."""
+    options = config("adaptive")
+    for name in ("exact", "adaptive", options.scorer, "window"):
+        assert RequestOptions.of({"selector": name}, options, captured=True).selector == name
+    for own, name in (("adaptive", "swarm"), (options.scorer, "adaptive")):
+        options = config(own)
+        RequestOptions.of({"selector": name}, options)
+        with pytest.raises(ConfigError, match=rf'"{name}" is not in the CUDA graphs .*: exact, '):
+            RequestOptions.of({"selector": name}, options, captured=True)
+
+
 def test_who_chooses() -> None:
     """Long enough, and not exact by its own wish or by that of the options."""
     options = config(exact_below=1000)

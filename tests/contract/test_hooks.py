@@ -17,7 +17,8 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.config import CompilationConfig, SpeculativeConfig, VllmConfig
+from vllm.config.compilation import CompilationMode, CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -28,7 +29,12 @@ from vllm.model_executor.models.opt import OPTAttention, OPTDecoderLayer
 from vllm.platforms.interface import DeviceCapability
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -388,9 +394,76 @@ def test_page_mode_delivers_nothing_that_a_preempted_request_sampled() -> None:
         assert connector.requires_kv_delivery is wanted
 
 
-def test_page_mode_needs_piecewise_graphs() -> None:
-    assert SSDKVConnector.requires_piecewise_for_cudagraph({"mode": "page"})
-    assert not SSDKVConnector.requires_piecewise_for_cudagraph({})
+def test_graphs_are_decided_at_the_start_by_the_options_and_by_the_builder() -> None:
+    asked = SSDKVConnector.requires_piecewise_for_cudagraph
+    page = {"mode": "page", "devices": ["/x"]}
+    assert not any(map(asked, ({}, page, page | {"selector": "bounds"})))
+    assert asked(page | {"selector": "sparf"})
+    assert asked(page | {"selector": "bounds", "sparse": {"reuse_steps": 4}})
+    build = AttentionMetadataBuilder
+    assert parameters(build.get_cudagraph_support) == ["vllm_config", "kv_cache_spec"]
+    assert parameters(build.build_for_cudagraph_capture) == ["self", "common_attn_metadata"]
+    assert [level.name for level in sorted(AttentionCGSupport, key=lambda level: level.value)] == [
+        *("NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS")
+    ]
+    from vllm.v1.worker.gpu.attn_utils import get_attn_cg_support
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
+
+    for runner in (get_attn_cg_support, GPUModelRunner._check_and_update_cudagraph_mode):
+        assert ".get_cudagraph_support(" in inspect.getsource(runner)
+    start = inspect.getsource(Worker.initialize_from_config)  # the store is open when it is asked
+    assert start.index("ensure_kv_transfer_initialized(") < start.index(".initialize_kv_cache(")
+
+
+@pytest.mark.parametrize("asked", ["FULL", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"])
+@pytest.mark.parametrize("support", ["NEVER", "UNIFORM_SINGLE_TOKEN_DECODE"])
+def test_what_vllm_makes_of_our_support(asked: str, support: str) -> None:
+    """Whole steps where we allow them and no others; graphs around attention in any case."""
+    compilation = CompilationConfig(mode=CompilationMode.VLLM_COMPILE)
+    compilation.cudagraph_mode = CUDAGraphMode[asked]
+    compilation.set_splitting_ops_for_v1("all2all", 1)
+    if (support, asked) == ("NEVER", "FULL"):
+        with pytest.raises(ValueError, match="cudagraph_mode=PIECEWISE"):
+            compilation.resolve_cudagraph_mode_and_sizes(AttentionCGSupport[support], "ours")
+        return
+    found = compilation.resolve_cudagraph_mode_and_sizes(AttentionCGSupport[support], "ours")
+    assert compilation.cudagraph_mode == found
+    if support == "NEVER":
+        assert found == CUDAGraphMode.PIECEWISE
+    else:
+        assert found.decode_mode() == CUDAGraphMode.FULL != found.mixed_mode()
+
+
+def test_a_full_step_is_bound_after_its_metadata_and_before_its_replay() -> None:
+    """Nobody is asked whether this step may be one; what it reads lies where the capture found it,
+    and rows and slots that only fill it up say so."""
+    from vllm.v1.worker.gpu import block_table, cudagraph_utils, input_batch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    step = inspect.getsource(RunnerV2.execute_model)
+    calls = ("dispatch_cg_and_sync_dp(", "model_state.prepare_attn(", "kv_connector.pre_forward(")
+    order = [
+        step.index(call) for call in (*calls, "run_fullgraph(", "kv_connector.finish_forward(")
+    ]
+    assert order == sorted(order)
+    tables = inspect.getsource(block_table.BlockTables)
+    assert "self.slot_mappings.fill_(PAD_SLOT_ID)" in tables
+    assert block_table.PAD_SLOT_ID < 0
+    assert "return self.slot_mappings[:, :num_tokens]" in tables
+    assert "block_table[:num_reqs].zero_() for block_table in self.input_block_tables" in tables
+    lengths = inspect.getsource(input_batch.InputBuffers)
+    assert "self.seq_lens = torch.zeros(max_num_reqs, dtype=torch.int32" in lengths
+    made = inspect.getsource(cudagraph_utils.prepare_inputs_to_capture)
+    assert "for_capture=full_cudagraph" in made
+    # Model runner V1.
+    first = inspect.getsource(GPUModelRunner)
+    assert "slot_mapping[num_tokens_unpadded:num_tokens_padded].fill_(-1)" in first
+    ran = inspect.getsource(GPUModelRunner.execute_model)
+    assert ran.index("_build_attention_metadata(") < ran.index("maybe_get_kv_connector_output(")
+    registered = inspect.getsource(GPUModelRunner.initialize_kv_cache)
+    assert registered.index("initialize_attn_backend(") < registered.index("register_kv_caches(")
 
 
 def test_a_step_brings_what_the_plan_needs() -> None:

@@ -267,7 +267,8 @@ def test_codes(
     head_size: int,
     page_tokens: int,
 ) -> None:
-    encode, logits = record(codes, "_encode_kernel"), record(codes, "_logits_kernel")
+    names = ("_encode_kernel", "_rotate_kernel", "_logits_kernel")
+    recorders = [record(codes, name) for name in names]
     layout = BlockLayout.unpadded(128, page_tokens, 2, head_size, dtype)
     places = torch.zeros(2, dtype=torch.int64)
     codes.encode(places, layout, places, bits)
@@ -275,8 +276,8 @@ def test_codes(
     query = torch.zeros(3, 14, head_size, dtype=dtype)
     table = torch.zeros(3, 14, 100)
     codes.code_logits(query, rows, rows, places, table, layout=layout, scale=0.1, bits=bits)
-    check(encode, capability)
-    check(logits, capability)
+    for recorder in recorders:
+        check(recorder, capability)
 
 
 @pytest.mark.parametrize("capability", SHARED)
@@ -356,9 +357,9 @@ def test_choose(
 
 
 @pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize("blocks", [100, 4000])
+@pytest.mark.parametrize(("blocks", "mass"), [(100, 1.0), (4000, 0.9)])
 def test_decode_layer(
-    record: Callable[[ModuleType, str], Recorder], capability: int, blocks: int
+    record: Callable[[ModuleType, str], Recorder], capability: int, blocks: int, mass: float
 ) -> None:
     """Kernels that find a step's rows by tables, choose pages and write the output."""
     matches, changes = record(step_rows, "_match_kernel"), record(step_rows, "_change_kernel")
@@ -377,14 +378,15 @@ def test_decode_layer(
         tables,
         window_blocks=6,
         query_heads=8,
-        choosing=decode_layer.Choosing(spread=False, sinks=1),
+        choosing=decode_layer.Choosing("bounds", sinks=1, mass=mass),
     )
     rows = torch.zeros(2, dtype=torch.int64)
     batch = step_rows.Batch(rows, rows.int(), torch.zeros((2, blocks), dtype=torch.int32))
     cache = torch.zeros((50, layout.block_bytes // 2), dtype=torch.bfloat16)
     query, new = (torch.zeros((2, heads, 128), dtype=torch.bfloat16) for heads in (8, 2))
     layer.begin(batch, cache.stride(0))
-    layer.attend(query, new, new, cache, torch.empty_like(query), batch, 0.1, (4096, 65536))
+    layer.store(new, new, cache, batch)
+    layer.attend(query, cache, torch.empty_like(query), 0.1, (4096, 65536))
     for recorder in (matches, changes, resolves, merges):
         check(recorder, capability)
     assert len(attends.launches) == 2

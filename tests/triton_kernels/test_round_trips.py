@@ -38,7 +38,7 @@ def launches(
         name: record(module, name)
         for module, names in (
             (score, ("_pages_kernel", "_channels_kernel")),
-            (codes, ("_logits_kernel",)),
+            (codes, ("_rotate_kernel", "_logits_kernel")),
             (tokens, ("_sum_kernel", "_score_kernel", "_cover_kernel")),
             (choose, ("_weigh_kernel", "_choose_kernel")),
             (attend, ("_attend_kernel",)),
@@ -105,11 +105,10 @@ def test_nothing_is_read_back(launches: dict[str, Recorder], scorer: str, p: flo
     finish.finish(state, torch.empty_like(query))
     used = {name for name, recorder in launches.items() if recorder.launches}
     want = {"_choose_kernel", "_attend_kernel", "_finish_kernel"}
-    want |= (
-        {"_logits_kernel" if scorer == "codes" else "_pages_kernel", "_weigh_kernel"}
-        if scorer != "channels"
-        else {"_channels_kernel", "_sum_kernel", "_score_kernel", "_cover_kernel"}
-    )
+    want |= {
+        "codes": {"_rotate_kernel", "_logits_kernel", "_weigh_kernel"},
+        "channels": {"_channels_kernel", "_sum_kernel", "_score_kernel", "_cover_kernel"},
+    }.get(scorer, {"_pages_kernel", "_weigh_kernel"})
     assert used - {"_merge_kernel"} == want
 
 

@@ -95,7 +95,7 @@ def selector_limits(selector: Selector, context: ContextSummaries) -> tuple[int,
     least = most
     if isinstance(selector, AdaptiveSelector):
         least = int(selector.least(context)[0])
-    return least, most, most < int(context.pages[0])
+    return least, most, min(least, most) < int(context.pages[0])
 
 
 def selection_of(selector: Selector, sizes: ContextSizes, made: Made, heads: int) -> Selection:

@@ -326,17 +326,21 @@ class SparseDecode:
         self, takes: Callable[[Selector], bool], position: Mapping[int, int]
     ) -> dict[int, TableRow] | None:
         """Rows that choose, for a device's tables, by their numbers in the step, whose tokens are
-        at these positions; None where a selector is not one that a device ``takes``, or a block has
-        no frame, or somebody has to see what rows choose."""
+        at these positions; None where a selector is not one that a device ``takes``, or somebody
+        has to see what rows choose. Rows that are lost have no context."""
         contexts, found = self.contexts, dict[int, TableRow]()
         seen = self._kept is not None or self._deviation is not None or self._offload is not None
-        if seen or not contexts.in_frames or contexts.poisoned or not contexts.read_in_dram:
+        if seen or not contexts.read_in_dram:
             return None
         if not all(map(takes, self._selectors)):
             return None
         records = contexts.page_records(0)
         nothing = records[:0]
         for place, row in enumerate(contexts.rows.tolist()):
+            if row in contexts.poisoned:
+                first = int(contexts.end[place] - contexts.begin[place])
+                found[row] = TableRow(first, nothing, nothing, 0, 0)
+                continue
             blocks = slice(int(contexts.begin[place]), int(contexts.end[place]))
             begin = np.zeros(1, dtype=np.int32)
             count = np.array([blocks.stop - blocks.start], dtype=np.int32)
@@ -353,15 +357,16 @@ class SparseDecode:
             )
         return found
 
-    def count_listed(self, rows: Collection[TableRow]) -> None:
-        """Count the pages that a device chooses in this step's layers for these rows. The mass that
-        they miss stays with the device."""
+    def count_listed(self, chosen: int, short: int) -> None:
+        """Count the pages that a device has chosen in this step's layers, and its lists that have
+        less mass than was wanted. The mass that they miss stays with the device."""
         lists, counts = self._layout.kv_heads * len(self._next), self.counts
-        chosen = lists * sum(row.most for row in rows)
-        counts.lists += lists * len(rows)
+        rows, blocks = len(self.contexts.rows), len(self.contexts.slots)
+        counts.lists += lists * rows
         counts.selected += chosen
+        counts.short += short
         counts.tokens += chosen * self._layout.page_tokens
-        counts.context += lists * sum(len(row.frames) for row in rows) * self._layout.groups
+        counts.context += lists * blocks * self._layout.groups
         self.contexts.fetched.frame += chosen
 
     def choosing_rows(self, batch: RowBatch, query: torch.Tensor) -> _kernels.ChoosingRows | None:

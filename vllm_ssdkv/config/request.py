@@ -83,13 +83,21 @@ class RequestOptions(_Options):  # type: ignore[misc]  # its fields are those of
     ] = None
 
     @classmethod
-    def of(cls, given: object, config: SSDKVConfig, *, selects: bool = True) -> RequestOptions:
+    def of(
+        cls,
+        given: object,
+        config: SSDKVConfig,
+        *,
+        selects: bool = True,
+        captured: bool = False,
+    ) -> RequestOptions:
         """Check the options of a request against those of the engine. Any JSON value may come.
 
         Args:
             given: Options as the client sent them.
             config: The engine's.
             selects: Whether selectors know how the model makes its logits, and stores its KV.
+            captured: Whether steps are CUDA graphs, which choose as the engine does.
 
         Raises:
             ConfigError: it is not what it should be, or the engine's store cannot serve it; says
@@ -105,12 +113,12 @@ class RequestOptions(_Options):  # type: ignore[misc]  # its fields are those of
             if isinstance(error, ValidationError):
                 lines = problems(cls, json.loads(raw), error)
             raise ConfigError("; ".join(lines)) from None
-        wrong = asked._wrong(config, selects)
+        wrong = asked._wrong(config, selects, captured)
         if wrong:
             raise ConfigError(wrong)
         return asked
 
-    def _wrong(self, config: SSDKVConfig, selects: bool) -> str:
+    def _wrong(self, config: SSDKVConfig, selects: bool, captured: bool) -> str:
         selector = self.selector or config.selector
         budgets = self.budget is not None, self.budget_tokens is not None
         if any(budgets) and selector == "exact":
@@ -129,6 +137,12 @@ class RequestOptions(_Options):  # type: ignore[misc]  # its fields are those of
             return (
                 f'selector: "{selector}" is not what this engine\'s store was made for; possible '
                 f"here: {', '.join(possible)}"
+            )
+        graphs = capturable(config)
+        if captured and selector not in graphs:
+            return (
+                f'selector: "{selector}" is not in the CUDA graphs of this engine; possible here: '
+                f"{', '.join(graphs)}"
             )
         return ""
 
@@ -172,3 +186,9 @@ def servable(config: SSDKVConfig) -> tuple[SelectorName, ...]:
         return ("exact",)
     guests = [name for name in SELECTORS.names() if SELECTORS.is_guest(name)]
     return ("exact", config.scorer, "adaptive", "swarm", "window", *guests)
+
+
+def capturable(config: SSDKVConfig) -> tuple[SelectorName, ...]:
+    """Selectors of requests that a CUDA graph of the engine's own selector serves, too."""
+    scorer = (config.scorer,) if config.selector == "adaptive" else ()
+    return tuple(dict.fromkeys(("exact", config.selector, *scorer, "window")))

@@ -55,6 +55,12 @@ def page_config(vllm_config: VllmConfig | None = None) -> SSDKVConfig | None:
     return _last_known[0]
 
 
+def captures_steps(vllm_config: VllmConfig) -> bool:
+    """Check whether vLLM is to capture whole steps, attention included, in CUDA graphs."""
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return mode is not None and bool(mode.has_full_cudagraphs())
+
+
 def _tiered(spec: AttentionSpec, config: SSDKVConfig) -> AttentionSpec:
     """The layer's KV cache spec, with only a window in HBM."""
     # Those derived from the two attend in other ways.

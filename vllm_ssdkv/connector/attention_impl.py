@@ -13,6 +13,7 @@ import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
+    AttentionCGSupport,
     AttentionImpl,
     AttentionLayer,
     AttentionMetadata,
@@ -20,12 +21,12 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.base.errors import StepError, UnsupportedError
 from vllm_ssdkv.connector import active_worker
-from vllm_ssdkv.connector.attention_backend import page_config
+from vllm_ssdkv.connector.attention_backend import captures_steps, page_config
 from vllm_ssdkv.connector.compatibility import (
     ALIBI,
     SOFT_CAP,
@@ -33,7 +34,7 @@ from vllm_ssdkv.connector.compatibility import (
     refusal_of_layer,
     serves_dtype,
 )
-from vllm_ssdkv.connector.names import CONNECTOR
+from vllm_ssdkv.connector.names import CONNECTOR, PIECEWISE_FLAG
 from vllm_ssdkv.connector.obstacle import Obstacle
 from vllm_ssdkv.connector.worker.device_memory import hold_summary_memory
 from vllm_ssdkv.connector.worker.host_copy import HostCopy
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
     from vllm_ssdkv.connector.worker.page_mode import PageMode
     from vllm_ssdkv.connector.worker.paged_step import PagedStep
+    from vllm_ssdkv.triton_kernels.step_rows import Batch
 
 
 @dataclass
@@ -60,6 +62,10 @@ class PagedMetadata(AttentionMetadata):
     slot_mapping: torch.Tensor
     num_actual_tokens: int
     rows: RowBatch | None = None
+    captured: bool = False
+    """True if a CUDA graph is captured with it."""
+    batch: Batch | None = None
+    """The batch of that graph's steps, at places that do not change."""
 
     def writes_kv(self) -> bool:
         """Look for tokens with a place in the KV cache: those of dummy runs have none."""
@@ -94,6 +100,38 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
             common.slot_mapping,
             common.num_actual_tokens,
         )
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> PagedMetadata:
+        """Metadata of all steps of a graph: vLLM writes each one's batch to the same places."""
+        made, paged = self.build(0, common_attn_metadata), active_worker.page_mode()
+        made.captured = True
+        if paged is not None and paged.device is not None:
+            common = common_attn_metadata
+            made.batch = paged.device.batch(
+                common.slot_mapping[: common.num_actual_tokens],
+                common.seq_lens,
+                common.block_table_tensor,
+            )
+        return made
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
+    ) -> AttentionCGSupport:
+        """Graphs of whole steps in which each request decodes a token, where nothing of this engine
+        happens between layers. vLLM asks before the store is open, to measure memory, and then."""
+        config, worker = page_config(vllm_config), active_worker.worker()
+        if config is None or not captures_steps(vllm_config):
+            return AttentionCGSupport.NEVER
+        from vllm_ssdkv.connector.graphs import config_reason, engine_reason, tell
+
+        reason = config_reason(config) if worker is None else engine_reason(vllm_config, worker)
+        if not reason:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        tell(reason)
+        return AttentionCGSupport.NEVER
 
     def __init__(
         self,
@@ -225,6 +263,8 @@ class PagedAttentionImpl(AttentionImpl):
         worker, paged = active_worker.worker(), active_worker.page_mode()
         if attn_metadata is None:
             return output.zero_()
+        if attn_metadata.captured and paged is not None:
+            return self._capture(layer.layer_name, query, kv_cache, attn_metadata, paged, output)
         if paged is None or paged.step is None:
             warming_up = worker is not None and not worker.began
             if not warming_up and attn_metadata.writes_kv():
@@ -256,6 +296,35 @@ class PagedAttentionImpl(AttentionImpl):
             self.scale * key_scale,
             sliding_window=self.sliding_window,
             softmax=self.softmax,
+        )
+        return output
+
+    def _capture(
+        self,
+        name: str,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: PagedMetadata,
+        paged: PageMode,
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attention of a layer of any step, by the device's tables: launches, and nothing else."""
+        device, batch = paged.device, metadata.batch
+        if device is None or batch is None:
+            raise StepError(
+                f"{name}: vLLM captures a whole step, which it was told not to; please report it, "
+                f"and start with {PIECEWISE_FLAG}"
+            )
+        layer, tokens = paged.layout.layer_names.index(name), metadata.num_actual_tokens
+        heads = tokens, self.num_heads, self.head_size
+        if layer == 0:
+            device.find_rows(batch)
+        device.attend(
+            layer,
+            query[:tokens].view(heads).contiguous(),
+            paged.flat(kv_cache),
+            output[:tokens].view(heads),
+            self.scale,
         )
         return output
 

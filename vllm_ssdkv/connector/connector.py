@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm_ssdkv.base.log import show_log
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector import active_worker, startup
+from vllm_ssdkv.connector.attention_backend import captures_steps
 from vllm_ssdkv.connector.metadata import SSDKVMetadata, SSDKVWorkerMetadata
 from vllm_ssdkv.connector.metrics.stats import Payload, SSDKVPromMetrics, SSDKVStats
 from vllm_ssdkv.connector.scheduler.match import Hit, Miss, Wait
@@ -100,8 +101,16 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Page mode reads its context between layers, which no full CUDA graph can hold."""
-        return bool(SSDKVConfig.from_extra_config(extra_config).mode == "page")
+        """Full CUDA graphs cannot hold what some options of page mode do between layers. What
+        depends on the model, too, ``PagedMetadataBuilder.get_cudagraph_support`` says later."""
+        config = SSDKVConfig.from_extra_config(extra_config)
+        if config.mode != "page":
+            return False
+        from vllm_ssdkv.connector.graphs import config_reason, tell
+
+        if reason := config_reason(config):
+            tell(reason)
+        return bool(reason)
 
     # ---- scheduler ----
 
@@ -181,6 +190,10 @@ class SSDKVConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             startup.check_failure_policy(self._vllm_config)
             self.worker.register(kv_caches)
+            if self.worker.paged is not None and captures_steps(self._vllm_config):
+                from vllm_ssdkv.connector.graphs import attach
+
+                attach(self._vllm_config, self.worker, list(kv_caches.values()))
         except BaseException:
             self.shutdown()  # vLLM does not, of an engine that never was
             raise

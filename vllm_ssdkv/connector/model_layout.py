@@ -287,6 +287,14 @@ def context_layers(vllm_config: VllmConfig, layout: KVLayout) -> tuple[int, ...]
     )
 
 
+def logits_are_plain(vllm_config: VllmConfig, layout: KVLayout) -> bool:
+    """Check whether the logits of all layers are products of queries and keys alone, and none has
+    attention sinks; the model must be there."""
+    modules = vllm_config.compilation_config.static_forward_context
+    rules = [modules[name].impl.softmax for name in layout.layer_names]
+    return all(rule.is_plain and rule.sinks is None for rule in rules)
+
+
 def _check_channel_pages(spec: AttentionSpec, page_tokens: int) -> None:
     """Raises UnsupportedError when a page of channels has more than :data:`_CHANNELS_OF_PAGE`."""
     whole, groups = 2 * spec.head_size, spec.block_size // page_tokens

@@ -14,6 +14,8 @@ RECOMPUTE = "recompute"
 """vLLM's policy for loads that failed. A cache never ends a request: it is computed."""
 CPU_BACKEND = "vllm_ssdkv.connector.attention_backend.SSDKVCPUBackend"
 CUDA_BACKEND = "vllm_ssdkv.connector.attention_backend.SSDKVBackend"
+PIECEWISE_FLAG = """--compilation-config '{"cudagraph_mode": "PIECEWISE"}'"""
+"""vLLM's flag for CUDA graphs that end where attention begins."""
 
 
 def transfer_config(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,11 @@ from vllm_ssdkv.base.errors import ConfigError, UnsupportedError
 from vllm_ssdkv.base.sizes import MIB, approximate_size, format_size
 from vllm_ssdkv.config.effects import without_effect
 from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.connector.attention_backend import SSDKVBackend, SSDKVCPUBackend
+from vllm_ssdkv.connector.attention_backend import (
+    SSDKVBackend,
+    SSDKVCPUBackend,
+    captures_steps,
+)
 from vllm_ssdkv.connector.compatibility import check_engine, oddities, why_no_prefixes
 from vllm_ssdkv.connector.identity.kv_settings import kv_settings
 from vllm_ssdkv.connector.identity.loaded_model import LoadedModel
@@ -31,6 +35,7 @@ from vllm_ssdkv.connector.model_layout import (
     directory_name,
     fingerprint,
     kv_layout,
+    logits_are_plain,
 )
 from vllm_ssdkv.connector.names import BATCH_PLUGIN, RECOMPUTE
 from vllm_ssdkv.connector.scheduler.admission_slots import AdmissionSlots
@@ -223,8 +228,7 @@ def _open_page_mode(
         modules = vllm_config.compilation_config.static_forward_context
         shape = x_shape(config, vllm_config)
         inputs = [] if shape is None else [modules[name] for name in layout.layer_names]
-        rules = [modules[name].impl.softmax for name in layout.layer_names]
-        plain = all(rule.is_plain and rule.sinks is None for rule in rules)
+        plain = logits_are_plain(vllm_config, layout)
         layers = ContextLayers(context_layers(vllm_config, layout), inputs, shape, plain)
         stack.pop_all()
     return access, functools.partial(PageMode.open, config, layout, access, layers)
@@ -399,6 +403,7 @@ def open_scheduler(
             kv_events=publishes_events(vllm_config, own=store.own is not None),
             steps_ahead=vllm_config.max_concurrent_batches,
             sharers=found.layout.sharers,
+            captures=config.mode == "page" and captures_steps(vllm_config),
         )
         choice = LoadOrRecompute(
             # In page mode computing writes every block of the hit once more.

@@ -11,7 +11,9 @@ import torch
 
 from tests.triton_kernels.recorded import Recorded
 from vllm_ssdkv.config.selectors import SelectorName
-from vllm_ssdkv.connector.worker.device_decode import piecewise_reason
+from vllm_ssdkv.connector.graphs import piecewise_reason
+from vllm_ssdkv.connector.worker import paged_step, selector_registry
+from vllm_ssdkv.kernels.scoring import TritonScoringKernels
 from vllm_ssdkv.profiling.decode_harness import decoder, forward
 from vllm_ssdkv.profiling.decode_harness.decoder import PagedDecoder, Room
 from vllm_ssdkv.profiling.decode_harness.models import make_model, small_config
@@ -24,7 +26,12 @@ PROMPTS = 95, 40
 STEPS = 5
 PIECES = 3
 """Graphs of a step that is timed: one more than layers."""
-CHOICES = "sparse_selections", "sparse_pages_selected", "sparse_pages_in_context"
+CHOICES = (
+    *("sparse_selections", "sparse_pages_selected", "sparse_pages_in_context"),
+    "sparse_selections_short",
+)
+SCORED = {name: ["_rotate", "_logits"] for name in ("codes", "adaptive")} | {"bounds": ["_pages"]}
+"""Kernels that score pages."""
 
 
 class Passed:
@@ -63,14 +70,25 @@ def decoded(
     return torch.stack(found), {name: counters.total(name) for name in CHOICES}
 
 
-@pytest.mark.parametrize("selector", ["exact", "bounds", "window"])
+@pytest.mark.parametrize(
+    "selector",
+    ["exact", "window", "bounds", "adaptive", pytest.param("codes", marks=pytest.mark.soak)],
+)
 def test_one_graph_decodes_all_steps(
     selector: SelectorName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks leave HBM between the steps, and rows are in other places of the batch's tables."""
+    """Blocks leave HBM between the steps, and rows are in other places of the batch's tables.
+
+    Native code looks logits of codes up in rounded tables, so pages that are nearly alike change
+    places: the host chooses by the same kernels there.
+    """
     shape = small_config("llama", layers=2, head_size=16)
     model: Any = make_model(shape, CPU, torch.float32)
-    want, chosen = decoded(model, selector, tmp_path / "native", "one by one")
+    with monkeypatch.context() as host:
+        if selector in ("codes", "adaptive"):
+            host.setattr(selector_registry, "select_scoring_kernels", TritonScoringKernels)
+            host.setattr(paged_step.DecodePlan, "of", lambda *_: None)
+        want, chosen = decoded(model, selector, tmp_path / "native", "one by one")
     graphs: list[Recorded] = []
 
     def new() -> Recorded:
@@ -81,12 +99,13 @@ def test_one_graph_decodes_all_steps(
     monkeypatch.setattr(decoder, "events_of", lambda _: Passed)
     got, counted = decoded(model, selector, tmp_path / "captured", "one CUDA graph a step")
     assert len(graphs) == 1 + PIECES
-    layer = ["_store", "_attend", *["_pages"] * (selector != "exact"), "_resolve", "_attend"]
+    layer = ["_store", "_attend", *SCORED.get(selector, []), "_resolve", "_attend"]
     names = [f"{name}_kernel" for name in ["_match", *[*layer, "_merge"] * 2]]
     assert graphs[0].launches == names
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     assert counted == chosen
-    assert all(chosen.values()) == (selector != "exact")
+    assert chosen["sparse_selections_short"] == 0 or selector == "adaptive"
+    assert all(chosen[name] for name in CHOICES[:3]) == (selector != "exact")
 
 
 def test_where_a_capture_fails_the_host_chooses_and_counts(
@@ -115,9 +134,9 @@ def test_steps_are_served_whose_rows_tables_describe(
     monkeypatch.setattr(decoder, "events_of", lambda _: Passed)
     with PagedDecoder(model, config_of("exact"), ROOM, tmp_path, durable=False) as one:
         paged = one.worker.page_mode
-        assert piecewise_reason(paged) == ""
-        paged.layers = replace(paged.layers, plain=False)
-        assert "sinks" in piecewise_reason(paged)
+        assert piecewise_reason(paged.config, paged.layout, paged.layers) == ""
+        odd = replace(paged.layers, plain=False)
+        assert "sinks" in piecewise_reason(paged.config, paged.layout, odd)
         assert paged.device is not None
         one.window = ROOM.longest  # and more than the options say
         for name, tokens in (("short", PROMPTS[1]), ("long", ROOM.longest - 1)):

@@ -75,7 +75,10 @@ class Steps:
         free = torch.randperm(SHAPE.hbm_blocks - 1, generator=draw).tolist()
         order = torch.randperm(SHAPE.rows, generator=draw).tolist()
         self.held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.rows = rows
+        self.rows, self.places = (
+            rows,
+            dict(zip(rows, (order[entry] for entry in rows), strict=True)),
+        )
         self.batch.slots.fill_(-1)
         self.query.copy_(torch.randn(self.query.shape, generator=draw))
         for entry, row in rows.items():
@@ -102,7 +105,6 @@ class Steps:
             )
         changed = (tables != self.tables).nonzero().flatten()
         change(self.tables, torch.stack([changed, tables[changed]], 1))
-        self.layer.lost.zero_()
 
     def _put(
         self,
@@ -135,13 +137,12 @@ class Steps:
         """Do a step: the rows, then each layer."""
         self.layer.begin(self.batch, self.caches.stride(1))
         for layer in range(LAYERS):
+            cache = self.caches[layer]
+            self.layer.store(self.key[layer], self.value[layer], cache, self.batch)
             self.layer.attend(
                 self.query[layer],
-                self.key[layer],
-                self.value[layer],
-                self.caches[layer],
+                cache,
                 self.out[layer],
-                self.batch,
                 SCALE,
                 (HEADER + layer * SLOTS.block_bytes, layer * KV_HEADS * GROUPS * 2 * SIZE * 4),
             )
@@ -191,7 +192,7 @@ class Steps:
 KINDS = {
     "exact": (None, {0: Row(20, 17), 1: Row(3, 1), 3: Row(0, 9)}, {0: Row(1, 8), 2: Row(19, 5)}),
     "bounds": (
-        Choosing(spread=False, sinks=SINKS),
+        Choosing("bounds", SINKS),
         {0: Row(20, 9, 7, 7), 2: Row(5, 24), 3: Row(6, 3, 0)},
         {0: Row(4, 1), 1: Row(13, 8, 3, NEWEST), 2: Row(20, 11, 11, 11), 3: Row(9, 2, 5, 5)},
     ),
@@ -212,7 +213,7 @@ def test_a_replayed_step_does_what_its_tables_say(kind: str) -> None:
         steps.out.fill_(torch.nan)
         record.replay()
         steps.compare()
-        assert not steps.layer.lost.any()
+        assert not steps.layer.outcome[0].any()
 
 
 def test_a_layer_is_six_launches_and_moves_nothing() -> None:
@@ -230,8 +231,7 @@ def test_a_row_that_needs_a_block_without_a_frame_is_lost_and_no_other() -> None
     steps.prepare({0: Row(4, 3), 1: Row(5, 2, without_frame=4), 2: Row(2, 2)}, seed=1)
     steps.run()
     steps.compare()
-    lost = steps.layer.rows.row[1]
-    assert steps.layer.lost.nonzero().flatten().tolist() == [lost]
+    assert steps.layer.outcome[0].nonzero().flatten().tolist() == [steps.places[1]]
 
 
 def test_a_window_without_room_is_cut_off_where_its_entry_ends() -> None:
@@ -239,5 +239,6 @@ def test_a_window_without_room_is_cut_off_where_its_entry_ends() -> None:
     steps = Steps(None)
     steps.prepare({0: Row(4, BLOCK * WINDOW_BLOCKS + 1)}, seed=1)
     steps.run()
-    assert steps.layer.rows.window.block_end[0] == WINDOW_BLOCKS
-    assert not steps.layer.rows.block_position[WINDOW_BLOCKS:].any()
+    found = steps.layer.rows
+    assert found.window.block_end[0] == WINDOW_BLOCKS
+    assert not found.block_position[WINDOW_BLOCKS:].any()

@@ -50,12 +50,18 @@ class RequestOverrides:
     """Overrides by request. Used by the scheduler's thread."""
 
     def __init__(
-        self, config: SSDKVConfig, counters: Counters, selects: bool = True, retains: bool = True
+        self,
+        config: SSDKVConfig,
+        counters: Counters,
+        selects: bool = True,
+        retains: bool = True,
+        captures: bool = False,
     ):
-        """``selects``: see ``EngineFacts``; ``retains``: the engine has its own store."""
+        """``selects``, ``captures``: see ``EngineFacts``; ``retains``: the engine has its own
+        store."""
         self._config = config
         self._counters = counters
-        self._selects, self._retains = selects, retains
+        self._selects, self._retains, self._captures = selects, retains, captures
         self._own = Choice.of(config)
         self._asked: dict[str, RequestOptions] = {}
         self._choices: dict[str, Choice | None] = {}
@@ -76,7 +82,9 @@ class RequestOverrides:
         name = str(request.request_id)
         try:
             if given is not None:
-                asked = RequestOptions.of(given, self._config, selects=self._selects)
+                asked = RequestOptions.of(
+                    given, self._config, selects=self._selects, captured=self._captures
+                )
                 # Workers tell choices apart by what is left.
                 self._asked[name] = asked.model_copy(update={"retain": None})
                 self._retain(name, asked.retain or 0)

@@ -415,7 +415,9 @@ def _make_parts(
     counters, speculation = store.counters, engine.speculation
     requests: dict[str, RequestState] = {}
     draft = StepDraft()
-    asked = RequestOverrides(config, counters, engine.selects, store.own is not None)
+    asked = RequestOverrides(
+        config, counters, engine.selects, store.own is not None, engine.captures
+    )
     identities = RequestIdentities(ranks, engine, store.name_key, counters)
     identities.keys.suspended = bool(store.suspension)
     own_index = None if store.own is None else store.own.index

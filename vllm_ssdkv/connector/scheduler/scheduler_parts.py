@@ -50,6 +50,7 @@ class EngineFacts:
         kv_events: Whether vLLM publishes KV events.
         steps_ahead: Steps that vLLM plans before it takes the results of the first of them.
         sharers: Workers to each of ``ranks``, which read what that one writes.
+        captures: Whether vLLM may capture whole steps of page mode, which choose in one way.
     """
 
     block_tokens: int
@@ -66,6 +67,7 @@ class EngineFacts:
     kv_events: bool = False
     steps_ahead: int = 1
     sharers: int = 1
+    captures: bool = False
 
 
 @dataclass(frozen=True, slots=True)

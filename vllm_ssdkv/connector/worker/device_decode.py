@@ -1,63 +1,83 @@
 """Page mode's attention of decode steps on a GPU without the host in a layer.
 
 The host plans a step and sends what changes in the tables. The rest is launches with the same
-arguments in every step, which a graph can capture. Steps that :attr:`DeviceDecode.serves` refuses
-are attended to layer by layer, as before.
+arguments in every step, which a graph can capture. ``connector/graphs.py`` says which engines have
+it.
 """
 
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 
+from vllm_ssdkv.attention.native_choice import is_native
+from vllm_ssdkv.base.errors import StepError
+from vllm_ssdkv.connector.names import PIECEWISE_FLAG
 from vllm_ssdkv.connector.worker.device_tables import DeviceTables, Event, Leases
-from vllm_ssdkv.kernels.operands.block_layout import FLOAT8
 from vllm_ssdkv.kernels.operands.step_tables import StepTables, TableRow
 from vllm_ssdkv.sparse.protocol import Selector
+from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
+from vllm_ssdkv.sparse.selectors.codes import CodesSelector
 from vllm_ssdkv.sparse.selectors.spread import SpreadSelector
 from vllm_ssdkv.sparse.selectors.window import WindowSelector
 
 if TYPE_CHECKING:
+    from vllm_ssdkv.base.metrics import Counters
     from vllm_ssdkv.connector.worker.page_mode import PageMode
     from vllm_ssdkv.connector.worker.paged_step import PagedStep
+    from vllm_ssdkv.triton_kernels.step_rows import Batch
+
+Record = Literal["", "bounds", "spread", "codes"]
+
+_RECORDS: Final[dict[type, Record]] = {
+    WindowSelector: "",
+    BoundsSelector: "bounds",
+    SpreadSelector: "spread",
+    CodesSelector: "codes",
+}
+
+_LOOK_S: Final = 0.0001
+"""Interval at which the end of an armed step looks whether the device has done it."""
 
 
-def piecewise_reason(paged: PageMode) -> str:
-    """Reason for which no step of this rank can be captured, known at the start; empty: there is
-    none."""
-    config, sparse = paged.config, paged.config.sparse
-    choices = paged.choices
-    if paged.offloader is not None or paged.x_cache is not None:
-        return "contexts are attended to, or projected, between layers"
-    if not paged.layers.plain:
-        return "some layers have attention sinks, or logits that are no plain products"
-    if paged.block_layout.dtype in FLOAT8:
-        return "K and V are stored in 8 bits"
-    if list(paged.layers.numbers) != list(range(paged.layout.geometry.layers)):
-        return "some layers attend to a window alone"
-    if choices is None:
-        return ""
-    if sparse.hbm_pages is not None:
-        return "pages are kept in HBM by the host (sparse.hbm_pages)"
-    if choices.kept is not None or choices.dense_layers:
-        return "what rows choose depends on steps or layers before"
-    if choices.own is None or _scorer(choices.own.selector) is None:
-        return f"the host takes part in the choice of the selector {config.selector}"
-    return ""
+class Manner(NamedTuple):
+    """Manner in which kernels choose as a selector does.
 
+    Attributes:
+        record: Data by which pages are scored; empty: they are not.
+        sink_tokens: First tokens of a context that are chosen in any case.
+        code_bits: Bits of a channel in codes.
+        mass: Share of the attention that ends a choice; 1: nothing does.
+    """
 
-def _scorer(selector: Selector) -> BoundsSelector | SpreadSelector | WindowSelector | None:
-    """Selector by whose scores, if it has any, kernels choose; None: they do not choose as this
-    one."""
-    if isinstance(selector, WindowSelector) or type(selector) is BoundsSelector:
-        return selector
-    if type(selector) is SpreadSelector and not selector.estimate_rest:
-        return selector
-    return None
+    record: Record
+    sink_tokens: int
+    code_bits: int
+    mass: float
+
+    @classmethod
+    def of(cls, selector: Selector) -> Manner | None:
+        """Manner of a selector; None: kernels do not choose as it does."""
+        if not is_native(selector):
+            return None
+        if isinstance(selector, AdaptiveSelector):
+            record, mass = _RECORDS[type(selector.scorer)], selector.p
+        else:
+            record, mass = _RECORDS[type(selector)], 1.0
+        sinks: int = selector.sink_tokens  # type: ignore[attr-defined]  # all of these have it
+        return cls(record, sinks, selector.needs.codes, mass)
+
+    def takes(self, other: Manner) -> bool:
+        """Check whether rows may choose in the other manner where kernels choose in this one."""
+        if other.sink_tokens != self.sink_tokens:
+            return False
+        scored = (other.record, other.code_bits) == (self.record, self.code_bits)
+        return not other.record or (scored and other.mass in (1.0, self.mass))
 
 
 class DeviceDecode:
@@ -66,15 +86,16 @@ class DeviceDecode:
     Attributes:
         leases: Memory that steps use until the device has done them.
         serves: Whether the step under way is one that the tables describe.
-        batch: Batch of a step, at fixed places: whoever runs the model fills it.
+        armed: Whether rows of it may be lost on the device, as a block has no frame.
 
     Example::
 
         device.begin(step)
         if device.serves:
-            device.find_rows()
-            device.attend(layer, query, key, value, cache, out, scale)  # each layer
-            device.count(step)
+            device.find_rows(batch)
+            device.store(key, value, cache, batch)  # each layer
+            device.attend(layer, query, cache, out, scale)
+            device.end(step, counters, deadline_s)
     """
 
     def __init__(
@@ -89,31 +110,30 @@ class DeviceDecode:
         """Take the memory for steps of at most ``rows`` rows with contexts of so many ``blocks``.
 
         Args:
-            paged: Page mode, for which there is no :func:`piecewise_reason`.
+            paged: Page mode, for which there is no ``graphs.piecewise_reason``.
             rows, blocks: See above.
             block_stride: Elements from a block in HBM to the next, in every layer.
             device: Device of the caches.
             new_event: Makes a mark in its work.
         """
-        self.leases, self.serves = Leases(new_event), False
+        self.leases, self.serves, self.armed = Leases(new_event), False, False
+        self._new_event = new_event
         self._listed: Mapping[int, TableRow] = {}
         layout, geometry = paged.layout, paged.layout.geometry
         self._geometry, self._block_stride = geometry, block_stride
         choices = paged.choices
         group = None if choices is None else choices.own
-        own = None if group is None else _scorer(group.selector)
-        self._own = own
+        self._own = None if group is None else Manner.of(group.selector)
         self._record_bytes = paged.store.record_bytes
         kernels: Any = importlib.import_module("vllm_ssdkv.triton_kernels.decode_layer")
-        rows_of: Any = importlib.import_module("vllm_ssdkv.triton_kernels.step_rows")
-        self._change = rows_of.change
+        self._rows_of: Any = importlib.import_module("vllm_ssdkv.triton_kernels.step_rows")
         window = -(-paged.config.window_tokens // layout.block_tokens) + 2
         self._window_blocks, self._block_tokens = window, layout.block_tokens
         self.tables = DeviceTables(StepTables(rows, blocks, layout.num_blocks), device)
-        choosing = None
+        choosing, own = None, self._own
         if own is not None:
-            sinks = -(-paged.config.sparse.sink_tokens // paged.block_layout.page_tokens)
-            choosing = kernels.Choosing(isinstance(own, SpreadSelector), sinks)
+            sinks = -(-own.sink_tokens // paged.block_layout.page_tokens)
+            choosing = kernels.Choosing(own.record, sinks, own.code_bits, own.mass)
         self._layer = kernels.DecodeLayer(
             paged.block_layout,
             paged.context_layout,
@@ -123,11 +143,10 @@ class DeviceDecode:
             query_heads=layout.query_heads or layout.kv_heads,
             choosing=choosing,
         )
-        self.batch = rows_of.Batch(
-            torch.full((rows,), -1, dtype=torch.int64, device=device),
-            torch.zeros(rows, dtype=torch.int32, device=device),
-            torch.zeros((rows, blocks + window), dtype=torch.int32, device=device),
-        )
+        outcome: torch.Tensor = self._layer.outcome
+        pinned = device.type == "cuda"
+        self._outcomes = [torch.zeros_like(outcome, device="cpu", pin_memory=pinned) for _ in "ab"]
+        self._turn = 0
 
     def begin(self, step: PagedStep) -> None:
         """Send what a step changes in the tables; see :attr:`serves`. Of two steps, the leases of
@@ -140,38 +159,97 @@ class DeviceDecode:
             and all(len(row.frames) <= shape.blocks for row in rows.values())
             and step.longest_window(self._block_tokens) <= self._window_blocks
         )
+        self.armed = False
         if rows is not None and self.serves:
             self._listed = rows
+            self.armed = any(not row.frames.all() for row in rows.values())
             changes = self.tables.update(rows)
             if len(changes):
-                self._change(self.tables.memory, changes)
+                self._rows_of.change(self.tables.memory, changes)
 
-    def count(self, step: PagedStep) -> None:
-        """Count what the rows of a step have chosen, which all of its layers have attended to."""
-        step.count_listed(self._listed)
+    def end(self, step: PagedStep, counters: Counters, deadline_s: float) -> None:
+        """End a step that kernels have attended to, or will. What it uses is given back when the
+        device has done it, and its choices are counted then. An armed step is waited for, and its
+        lost rows are those of ``step``; all are, where the device is not done in time.
+
+        Raises:
+            StepError: the tables do not describe the step.
+        """
+        if not self.serves:
+            raise StepError(
+                "a CUDA graph was replayed for a step that its tables do not describe: please "
+                f"report it, and start with {PIECEWISE_FLAG}"
+            )
+        outcome, self._turn = self._outcomes[self._turn], 1 - self._turn
+        outcome.copy_(self._layer.outcome, non_blocking=True)
+        listed = self._listed
+
+        def ended() -> None:
+            step.give_back()
+            step.count_listed(counters, list(listed), *outcome[1:].tolist())
+
+        done = self._new_event() if self.armed else None
+        if done is not None:
+            done.record()
+        self.leases.end_step(ended)
+        if done is not None:
+            in_time = _wait(done, deadline_s)
+            blocks = enumerate(listed)
+            step.lose([block for row, block in blocks if not in_time or outcome[0, row]])
 
     def _takes(self, selector: Selector) -> bool:
-        """Check whether rows may choose so: as the engine does, or by no score."""
-        own = self._own
-        if not isinstance(selector, WindowSelector) and type(selector) is not type(own):
-            return False
-        return own is not None and selector.sink_tokens == own.sink_tokens
+        """Check whether rows may choose so."""
+        manner = Manner.of(selector)
+        return self._own is not None and manner is not None and self._own.takes(manner)
 
-    def find_rows(self) -> None:
-        """Find the rows of :attr:`batch`, before the first layer."""
-        self._layer.begin(self.batch, self._block_stride)
+    def batch(
+        self, slots: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor
+    ) -> Batch:
+        """A batch, at places that do not change; see ``step_rows.Batch``.
+
+        Raises:
+            StepError: the tensors are not such.
+        """
+        same = slots.shape == seq_lens.shape and len(block_table) == len(seq_lens)
+        kinds = slots.dtype, seq_lens.dtype, block_table.dtype
+        if not same or kinds != (torch.int64, torch.int32, torch.int32):
+            raise StepError(
+                f"vLLM describes a batch by {kinds} of {tuple(slots.shape)}, "
+                f"{tuple(seq_lens.shape)}, {tuple(block_table.shape)}: it runs another version "
+                "than is supported; please report it"
+            )
+        found: Batch = self._rows_of.Batch(slots, seq_lens, block_table)
+        return found
+
+    def find_rows(self, batch: Batch) -> None:
+        """Find the rows of a batch, before the first layer."""
+        self._layer.begin(batch, self._block_stride)
+
+    def store(
+        self, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, batch: Batch
+    ) -> None:
+        """Store K and V of a layer's new tokens, [R, Hkv, D]."""
+        self._layer.store(key, value, cache, batch)
 
     def attend(
         self,
         layer: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
         cache: torch.Tensor,
         out: torch.Tensor,
         scale: float,
     ) -> None:
-        """Store K and V of a layer's new tokens, [R, Hkv, D], and write its attention to ``out``,
-        [R, Hq, D]; entries of the batch that have no row get zeros."""
+        """Write a layer's attention to ``out``, [R, Hq, D]; entries of the batch that have no row
+        get zeros."""
         offsets = self._geometry.layer_offset(layer), layer * self._record_bytes
-        self._layer.attend(query, key, value, cache, out, self.batch, scale, offsets)
+        self._layer.attend(query, cache, out, scale, offsets)
+
+
+def _wait(event: Event, deadline_s: float) -> bool:
+    """Wait until the device has come by a mark; False: it has not in time."""
+    until = time.monotonic() + deadline_s
+    while not event.query():
+        if time.monotonic() >= until:
+            return False
+        time.sleep(_LOOK_S)
+    return True

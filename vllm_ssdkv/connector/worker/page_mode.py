@@ -276,6 +276,8 @@ class PageMode:
             self.projector.recording = False
 
     def _end_step(self, step: PagedStep) -> None:
+        """Give back what was borrowed; once the device has done what it was given so far, if it may
+        still have frames of steps before in use."""
         if self.device is None:
             step.give_back()
         else:
@@ -285,8 +287,14 @@ class PageMode:
     def _close(
         self, step: PagedStep, counters: Counters, report: RankReport, invalid: set[int]
     ) -> list[int]:
-        self._end_step(step)
-        step.count(counters)
+        device = self.device
+        if device is not None and not step.plans:  # no layer was attended to here
+            device.end(step, counters, self.config.io.deadline)
+            step.rebalance()
+            step.count(counters, on_device=True)
+        else:
+            self._end_step(step)
+            step.count(counters)
         if self.x_cache is not None:
             self.x_cache.end_step(counters)
         if step.left_out and not self._told_left_out:

@@ -6,7 +6,7 @@ way while the first layer computes. The attention backend uses it layer by layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -290,8 +290,9 @@ class PagedStep:
         """Check whether any row is stored as X."""
         return any(row.as_x for row in self._rows)
 
-    def count(self, counters: Counters) -> None:
-        """Add what the step did to the worker's counters."""
+    def count(self, counters: Counters, *, on_device: bool = False) -> None:
+        """Add what the step did to the worker's counters. Where a device attends,
+        :meth:`count_listed` adds the choices."""
         plans = [plan for _, plan in self.plans.values() if plan is not None]
         for plan in plans:
             plan.end()
@@ -303,7 +304,7 @@ class PagedStep:
         streamed = (in_dram, on_ssd, in_dram + on_ssd > 0, used)
         gains = (*streamed, len(plans) > 0, self.left_out, *self.clock.seconds)
         counters.add_keyed(STEP_KEYS, gains)
-        if self._decode is not None:
+        if self._decode is not None and not on_device:
             counters.add_keyed(CHOICE_KEYS, self._chosen(self._decode))
         if self._offloader is not None and any(map(len, self._contexts)):
             self._offloader.count_step()
@@ -374,27 +375,24 @@ class PagedStep:
 
     def table_rows(self, pages: Callable[[Selector], bool]) -> dict[int, TableRow] | None:
         """Rows for a device's tables, by the HBM block that each one's token is written to; None:
-        a row has more than one token, or a block without a frame, or chooses by a selector that
-        ``pages`` does not take.
+        a row has more than one token, or chooses by a selector that ``pages`` does not take, or
+        somebody has to see what happens between layers.
+
+        A row that is lost already has no context there.
         """
-        stream, decode, found = self._stream, self._decode, dict[int, TableRow]()
-        if not stream.in_frames or self._near is not None or self._x_stream is not None:
+        decode, found = self._decode, dict[int, TableRow]()
+        if self._near is not None or self._x_stream is not None or self._clustered:
             return None
-        if any(row.tokens != 1 for row in self._rows) or self._clustered:
+        if any(row.tokens != 1 for row in self._rows):
             return None
-        choosing = (
-            {}
-            if decode is None
-            else decode.table_rows(
-                pages, {i: row.first_position for i, row in enumerate(self._rows)}
-            )
-        )
+        positions = {i: row.first_position for i, row in enumerate(self._rows)}
+        choosing = {} if decode is None else decode.table_rows(pages, positions)
         if choosing is None:
             return None
-        whole = stream.whole()[0]
+        held = self._stream.frames
         nothing = np.zeros(0, dtype=np.uint64)
         for i, row in enumerate(self._rows):
-            frames = whole.frame[whole.begin[i] : whole.end[i]]
+            frames = held.address[held.begin[i] : held.end[i]]
             every = len(frames) * self._geometry.groups
             exact = TableRow(row.hbm_start, frames, nothing, every, every)
             found[row.write_block] = choosing.get(i, exact)
@@ -406,8 +404,25 @@ class PagedStep:
         starts = [row.hbm_start for row in self._rows]
         return max(-(-end // block_tokens) - i for end, i in zip(ends, starts, strict=True))
 
-    def count_listed(self, rows: Mapping[int, TableRow]) -> None:
-        """Count what a device chooses for the rows of :meth:`table_rows`."""
-        if self._decode is not None:
-            blocks = [self._rows[i].write_block for i in self._choosing]
-            self._decode.count_listed([rows[block] for block in blocks])
+    def count_listed(
+        self, counters: Counters, blocks: Sequence[int], chosen: Sequence[int], short: Sequence[int]
+    ) -> None:
+        """Add what a device chose for the rows of :meth:`table_rows` to the worker's counters.
+
+        Args:
+            counters: See above.
+            blocks: HBM block by which each row is known.
+            chosen: Pages that each row chose, in all layers.
+            short: Lists of each row that the budget ended before they had the mass wanted.
+        """
+        if self._decode is None:
+            return
+        place = {block: i for i, block in enumerate(blocks)}
+        mine = [place[self._rows[i].write_block] for i in self._choosing]
+        self._decode.count_listed(sum(chosen[i] for i in mine), sum(short[i] for i in mine))
+        counters.add_keyed(CHOICE_KEYS, self._chosen(self._decode))
+
+    def lose(self, blocks: Sequence[int]) -> None:
+        """A device could not attend to the whole contexts of rows, by the HBM blocks that their
+        tokens are written to."""
+        self._hopeless.update(self._by_block[block] for block in blocks)

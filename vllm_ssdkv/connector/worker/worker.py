@@ -150,6 +150,11 @@ class SSDKVWorker:
         """
         return owned(self._own).store
 
+    @property
+    def least_frames(self) -> int:
+        """Blocks that this rank's DRAM holds at least; the store is in this process."""
+        return owned(self._own).opened.plan.frames
+
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Learn where HBM's blocks are, digest the model, and start the store's threads.
 

@@ -372,6 +372,11 @@ class ContextStream:
         """Check whether all blocks have a frame: nothing is read, and no row can be lost."""
         return not self.pages_on_ssd
 
+    @property
+    def frames(self) -> ContextFrames:
+        """Frames of the contexts of all rows, in the layers in which these are attended to."""
+        return self._step.frames
+
     def whole(self) -> list[Part]:
         """All contexts of each layer. The same object for all layers in which the same rows take
         part."""
