@@ -129,7 +129,7 @@ BY_BOUNDS: Final = (
     Case("bounds", RequestOptions(selector="bounds")),
     Case("window", RequestOptions(selector="window")),
 )
-BY_CODES: Final = (
+BY_CODES: Final = (  # a graph that covers a mass takes a number of pages, too
     Case("codes", RequestOptions(selector="codes")),
     Case("adaptive", RequestOptions(selector="adaptive")),
 )
@@ -151,7 +151,7 @@ def groups(scale: Scale) -> list[Group]:
         found.append(Group("hbm", "sdpa", context, requests, layers, _FULL))
         found.append(Group("hbm", "exact", context, requests, layers, _KERNEL))
         found.append(Group("dram", "bounds", context, requests, layers, BY_BOUNDS))
-        found.append(Group("dram", "codes", context, requests, layers, BY_CODES))
+        found.append(Group("dram", "adaptive", context, requests, layers, BY_CODES))
         if context == scale.contexts[0][0]:
             held = ("hbm_summaries", _text(_bounds_bytes(scale, context, requests)))
             note, cases = ", bounds in HBM", BY_BOUNDS[1:2]
@@ -160,7 +160,7 @@ def groups(scale: Scale) -> list[Group]:
             found.append(Group("dram", "sparf", context, requests, layers, BY_CHANNELS))
             found.append(Group("ssd", "bounds", *scale.drive, layers, BY_BOUNDS[:2]))
     context, requests = scale.drive
-    found.append(Group("ssd", "codes", context, requests, layers, BY_CODES))
+    found.append(Group("ssd", "adaptive", context, requests, layers, BY_CODES))
     found.append(Group("ssd", "sparf", context, requests, layers, BY_CHANNELS))
     context, requests = scale.contexts[0]
     hot = ("hbm_pages", _text(max(MIB, 2 * _chosen_bytes(scale, context, requests))))

@@ -63,9 +63,10 @@ at most 60 s each:
 - *Speed*: 4 layers of Llama 8B's shape in bfloat16 with random weights, in the same engines: time
   to first token of 2K to 32K tokens, computed and found; tokens/s of 1 and of 8 requests.
 - *vLLM's own offloading*: the same prompts with `OffloadingConnector` (DRAM) and
-  `SimpleCPUOffloadConnector` (disk); and stock vLLM with CUDA graphs.
+  `SimpleCPUOffloadConnector` (disk).
+- *CUDA graphs*: stock vLLM, and page mode with `exact` and `adaptive`, tokens and speed.
 
-All others run without CUDA graphs. Each cell names vLLM's model runner and its scheduling.
+All others run without them. Each cell names vLLM's model runner and its scheduling.
 
 Not run on a GPU so far: these operators and all of these cells. In the runs below, vLLM was
 imported with stand-ins, and no engine came to an end. `make test` compares the operators' symbols

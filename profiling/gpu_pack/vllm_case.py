@@ -106,6 +106,10 @@ def _answer(cell: Cell, device: str, model: Path, folder: Path, tell: Tell) -> N
     _figure(tell, "model runner", "V2" if config.use_v2_model_runner else "V1")
     asynchronous = config.scheduler_config.async_scheduling
     _figure(tell, "asynchronous scheduling", "yes" if asynchronous else "no")
+    mode = config.compilation_config.cudagraph_mode
+    _figure(tell, "CUDA graphs", mode.name)
+    if cell.graphs and not mode.has_full_cudagraphs():
+        raise BenchError(f"vLLM captures no whole steps, but {mode.name}: its log says why")
     (_speed if cell.speed else _tokens)(cell, device, engine, tell)
     engine.close()
     tell({"ended": True})

@@ -54,13 +54,17 @@ class Cell:
     def store(self) -> str:
         """Folder of its store, which cells of the same connector and options share."""
         selector = self.options.get("selector", "")
-        return f"{'speed' if self.speed else 'tokens'}-{self.connector}-{selector}"
+        graphs = "-graphs" if self.graphs else ""
+        return f"{'speed' if self.speed else 'tokens'}-{self.connector}-{selector}{graphs}"
 
     @property
     def finds_prompts(self) -> bool:
         """A prompt that is asked again is found in what the connector has stored."""
         return bool(self.connector) and not (self.speed and self.connector == "page")
 
+
+_SMALL_CACHE: Final = {"page_cache": "1MiB"}
+"""Option by which DRAM has frames for all contexts: nothing else is there in a CUDA graph."""
 
 CELLS: Final = (
     Cell("stock vLLM", speed=False),
@@ -73,6 +77,26 @@ CELLS: Final = (
         connector="page",
         options={"selector": "adaptive", "sparse": _EVERYTHING},
     ),
+    Cell(
+        "page mode with CUDA graphs, exact",
+        speed=False,
+        connector="page",
+        options={"dram_gib": "64MiB"},
+        graphs=True,
+        cuda_only=True,
+    ),
+    Cell(
+        "page mode with CUDA graphs, adaptive with a budget of everything",
+        speed=False,
+        connector="page",
+        options={
+            "selector": "adaptive",
+            "sparse": _EVERYTHING | _SMALL_CACHE,
+            "dram_gib": "64MiB",
+        },
+        graphs=True,
+        cuda_only=True,
+    ),
     Cell("speed of stock vLLM", speed=True),
     Cell("speed of reuse mode", speed=True, connector="reuse"),
     Cell("speed of reuse mode, after a restart", speed=True, connector="reuse", stored=True),
@@ -84,6 +108,26 @@ CELLS: Final = (
         options={"selector": "adaptive", "sparse": {"exact_below": 0}},
     ),
     Cell("speed of stock vLLM with CUDA graphs", speed=True, graphs=True, cuda_only=True),
+    Cell(
+        "speed of page mode with CUDA graphs, exact",
+        speed=True,
+        connector="page",
+        options={"dram_gib": "5GiB"},
+        graphs=True,
+        cuda_only=True,
+    ),
+    Cell(
+        "speed of page mode with CUDA graphs, adaptive",
+        speed=True,
+        connector="page",
+        options={
+            "selector": "adaptive",
+            "sparse": {"exact_below": 0, **_SMALL_CACHE},
+            "dram_gib": "6GiB",
+        },
+        graphs=True,
+        cuda_only=True,
+    ),
     Cell(
         "speed of vLLM's OffloadingConnector, DRAM",
         speed=True,

@@ -80,7 +80,7 @@ def engine_reason(vllm_config: VllmConfig, worker: SSDKVWorker) -> str:
     if there < needed:
         return (
             f"DRAM may hold {there} blocks of contexts, and running requests can have {needed} "
-            "(raise dram_gib, or lower --max-num-seqs or --max-model-len)"
+            "(raise dram_gib, or lower --max-num-seqs, --max-model-len or sparse.page_cache)"
         )
     return ""
 

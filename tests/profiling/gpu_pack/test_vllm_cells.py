@@ -71,7 +71,7 @@ class TestSettings:
         for before, cell in itertools.pairwise(CELLS):
             if cell.stored:
                 assert (before.store, before.speed) == (cell.store, cell.speed)
-        assert len({cell.store for cell in CELLS if cell.connector}) == 8
+        assert len({cell.store for cell in CELLS if cell.connector}) == 12
         assert len(NAMED) == len(CELLS)
 
 
