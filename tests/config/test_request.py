@@ -151,14 +151,15 @@ def test_what_a_request_has_retained() -> None:
     asked.arrived(request("both", {"ssdkv": {"retain": "1m"}}, retaining({"duration": 90})))
     asked.arrived(request("other", None, retaining({"duration": "?"}, kind="kv.fetch")))
     asked.arrived(request("free", None, retaining({"priority": 0, "duration": 60})))
-    names = ("hour", "plain", "hint", "ever", "both", "other", "free", "none")
-    assert [asked.retained_s(name) for name in names] == [3600, 0, 3, 30 * 86400, 90, 0, 0, 0]
+    asked.arrived(request("least", None, retaining({"priority": -1}, {"priority": -0.5})))
+    names = ("hour", "plain", "hint", "ever", "both", "other", "free", "least", "none")
+    assert [asked.retained_s(name) for name in names] == [3600, 0, 3, 30 * 86400, 90, 0, 0, 0, 0]
     assert asked.of("hour") == asked.of("plain"), "workers tell choices apart, not times"
     assert asked.ended("hour") == {"ssdkv": {"selector": "window", "retain": "3600s"}}
     assert asked.ended("both") == {"ssdkv": {"selector": "bounds", "retain": "90s"}}
     assert asked.ended("hint") is None
     assert asked.retained_s("hint") == 0
-    for name in ("plain", "ever", "other", "free"):
+    for name in ("plain", "ever", "other", "free", "least"):
         asked.ended(name)
     assert len(asked) == 0
 
@@ -172,6 +173,8 @@ def test_what_a_request_has_retained() -> None:
         {"duration": math.nan},
         {"duration": True},
         {"duration": 1e9},
+        {"priority": "high"},
+        {"priority": True},
     ],
 )
 def test_a_hint_that_is_none_is_said(directive: object) -> None:
@@ -184,6 +187,26 @@ def test_a_hint_that_is_none_is_said(directive: object) -> None:
     assert told is not None
     assert "kv.retain" in told["ssdkv"]["error"]
     assert told["ssdkv"]["selector"] == "bounds", "it chooses as the engine does"
+
+
+def test_hints_that_are_too_many_are_said() -> None:
+    """As many as are looked at retain; one more is refused, and counted."""
+    counters = Counters()
+    asked = RequestOverrides(CONFIG, counters)
+    long, short = {"duration": 9}, {"duration": 5}
+    asked.arrived(request("most", None, retaining(*[short] * 63, long)))
+    asked.arrived(request("directives", None, retaining(*[short] * 64, long)))
+    (action,) = retaining(short).actions
+    for name, count in (("all", 64), ("actions", 65)):
+        asked.arrived(request(name, None, KvHintsEnvelope("0.1", "message", [action] * count)))
+    names = ("most", "directives", "all", "actions")
+    assert [asked.retained_s(name) for name in names] == [9, 0, 5, 0]
+    assert counters.total("sparse_requests_refused") == 2
+    for name in ("directives", "actions"):
+        told = asked.ended(name)
+        assert told is not None
+        assert f"65 {name}" in told["ssdkv"]["error"]
+        assert "send fewer" in told["ssdkv"]["error"]
 
 
 def test_a_request_with_an_error_retains_nothing() -> None:

@@ -340,6 +340,38 @@ def test_the_order_of_layers_of_several_sizes_is_part_of_what_is_stored() -> Non
     assert all("3 layers of 8448" in str(text) for text in texts)
 
 
+def test_stages_with_other_sizes_of_layers_store_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first stage has layers of one size, the second of two; the scheduler knows the first."""
+    reuse, both = SSDKVConfig.from_extra_config({}), indexed("LBHNC", layers=3)
+    (group,) = both.kv_cache_groups
+    of_group: Any = group.kv_cache_spec
+    every = of_group.kv_cache_specs
+    stages = [{n: s for n, s in every.items() if (n == "0.v") is first} for first in (True, False)]
+    engine, length = VllmConfig(), {"original_max_model_len": 64, "max_model_len": 64}
+    monkeypatch.setattr(engine, "model_config", SimpleNamespace(**length))
+    engine.cache_config.kv_cache_layout = "LBHNC"
+    sides = planning.get_kv_cache_configs(engine, stages, [1 << 26] * 2)
+    monkeypatch.setattr(ENGINE.parallel_config, "pipeline_parallel_size", 2)
+    model = {
+        "get_total_num_hidden_layers": lambda: 3,
+        "get_num_kv_heads": lambda _: 1,
+        "get_head_size": lambda: 576,
+    }
+    for name, value in model.items():
+        monkeypatch.setattr(ENGINE.model_config, name, value, raising=False)
+    layouts = [kv_layout(reuse, ENGINE, side) for side in sides]
+    assert [one.layer_bytes for one in layouts] == [(), (INDEXER, INDEXER, LATENT, INDEXER, LATENT)]
+    sides.append(generate_scheduler_kv_cache_config(sides))
+    layouts.append(kv_layout(reuse, ENGINE, sides[-1]))
+    made = [
+        fingerprint(reuse, ENGINE, shape, side) for shape, side in zip(layouts, sides, strict=True)
+    ]
+    assert made[0].fields == made[1].fields == made[2].fields
+    assert (made[0].fields["layers"], made[0].fields["head_size"]) == (3, 576)
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,2")
+    assert fingerprint(reuse, ENGINE, layouts[0], sides[0]) != made[0]
+
+
 @pytest.mark.parametrize("sizes", [[100], [4096, 1], [73728, 8448] * 61, [1 << 20] * 9 + [5000]])
 def test_a_slot_of_joined_layers_is_as_large_as_they_are(sizes: list[int]) -> None:
     for encrypted in (False, True):

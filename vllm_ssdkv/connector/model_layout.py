@@ -45,7 +45,7 @@ from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
 _SAMPLE_BYTES = 64 * 1024
 
@@ -316,14 +316,12 @@ def fingerprint(
     Weights and settings are in the keys (:class:`BlockKeys`), tokens, salts and media in vLLM's
     block hashes.
     """
-    parallel, layers = vllm_config.parallel_config, len(layout.layer_names)
+    parallel = vllm_config.parallel_config
     stages = parallel.pipeline_parallel_size
-    if stages > 1:  # a stage knows its own layers with KV only
-        layers = vllm_config.model_config.get_total_num_hidden_layers()
     fields: dict[str, str | int] = {
         "kv_dtype": str(layout.dtype),
         "cache_dtype": layout.cache_dtype,
-        "layers": layers,
+        "layers": len(layout.layer_names),
         "kv_heads_per_rank": layout.kv_heads,
         "head_size": layout.head_size,
         "block_size": layout.block_tokens,
@@ -331,11 +329,11 @@ def fingerprint(
         "page_bytes": layout.geometry.payload_bytes,
         "tp_size": parallel.tensor_parallel_size // layout.sharers,
     }
-    if layout.layer_bytes:
-        fields["page_bytes"] = _sizes_identity(layout.layer_bytes, stages)
     if stages > 1:
-        begins = [get_pp_indices(layers, stage, stages)[0] for stage in range(stages)]
-        fields["stages"] = f"from layers {' '.join(map(str, begins))}"
+        del fields["page_bytes"]
+        fields |= _of_all_stages(vllm_config.model_config, parallel)
+    elif layout.layer_bytes:
+        fields["page_bytes"] = _sizes_identity(layout.layer_bytes)
     groups = kv_cache_config.kv_cache_groups
     if len(groups) > 1:
         # Which of a slot's layers are whose, and which keys are of which group.
@@ -369,6 +367,20 @@ def fingerprint(
     return Fingerprint(fields)
 
 
+def _of_all_stages(model: ModelConfig, parallel: ParallelConfig) -> dict[str, str | int]:
+    """Fields that are the same whichever layers a stage has, as it knows no others: the model's.
+    The superblocks of a rank have the size of its slots."""
+    layers, stages = model.get_total_num_hidden_layers(), parallel.pipeline_parallel_size
+    begins = [get_pp_indices(layers, stage, stages)[0] for stage in range(stages)]
+    return {
+        "kv_dtype": str(model.dtype),
+        "layers": layers,
+        "kv_heads_per_rank": model.get_num_kv_heads(parallel),
+        "head_size": model.get_head_size(),
+        "stages": f"from layers {' '.join(map(str, begins))}",
+    }
+
+
 def cache_dtype(vllm_config: VllmConfig) -> str:
     """``--kv-cache-dtype``; "auto" also where the model's own dtype was named."""
     named = str(vllm_config.cache_config.cache_dtype)
@@ -387,10 +399,8 @@ def _group_identity(group: KVCacheGroupSpec, spec: KVCacheSpec, stages: int) -> 
     return f"{len(group.layer_names)} layers {names}, {held}"
 
 
-def _sizes_identity(sizes: Sequence[int], stages: int) -> str:
+def _sizes_identity(sizes: Sequence[int]) -> str:
     """Text that names the places of layers of several sizes."""
-    if stages > 1:  # as in _group_identity
-        return f"layers of several sizes by vLLM {vllm.__version__}"
     order = hashlib.blake2b(" ".join(map(str, sizes)).encode(), digest_size=8).hexdigest()
     counted = ", ".join(f"{count} layers of {size}" for size, count in Counter(sizes).items())
     return f"{counted}, in order {order}"

@@ -515,8 +515,23 @@ class Device:
     def count_stored(self, nbytes: int) -> None:
         pass
 
+    @property
+    def device(self) -> Device:
+        return self
+
+    def end_step(self) -> None:
+        self.kept.clear()
+
     def close(self, timeout_s: float) -> bool:
         return timeout_s > 0
+
+
+def test_devices_forget_a_step_whose_forward_pass_failed(worker: SSDKVWorker) -> None:
+    attends: Any = Device(3)
+    worker.page_mode.offloader = attends
+    worker.begin(plan(1, 3))
+    worker.give_up()
+    assert attends.kept == set()
 
 
 def test_devices_forget_slots_that_get_copies_even_if_the_source_is_lost(

@@ -555,6 +555,13 @@ def test_the_same_cut_has_the_same_rows_in_every_layer(make_store: MakeStore) ->
     cuts = [stream.parts(layer, 0.5) for layer in range(PAGED.layers)]
     assert all(cut is cuts[0] for cut in cuts)
     assert [part.blocks for part in cuts[0]] == [5, 5]
+    # A share that changes from step to step leaves nothing behind: two are kept.
+    other = stream.parts(0, 0.2)
+    assert stream.parts(0, 0.5) is cuts[0]
+    assert stream.parts(0, 0.2) is other
+    stream.parts(0, 0.9)
+    assert stream.parts(0, 0.2) is other
+    assert stream.parts(0, 0.5) is not cuts[0]
     stream.close()
 
 

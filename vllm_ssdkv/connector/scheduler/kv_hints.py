@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _RETAIN: Final = "kv.retain"
 """Type of the action that retains a request's blocks, as vLLM's developers propose it."""
 _MOST: Final = 64
-"""Actions of a request, and directives of an action, that are looked at."""
+"""Actions of a request, and directives of an action, at most."""
 
 
 def hinted_retention(actions: Sequence[KvHintAction]) -> int:
@@ -23,29 +23,42 @@ def hinted_retention(actions: Sequence[KvHintAction]) -> int:
 
     A ``kv.retain`` action has ``directives`` for ranges of tokens. Here the longest of their
     durations counts for the whole request; one without a duration lasts as long as may be, and one
-    of priority 0 asks for nothing.
+    of priority 0 or less asks for nothing.
 
     Raises:
-        ConfigError: an action has none, or another value for a duration.
+        ConfigError: an action has none, or another value for a duration or a priority; or there are
+            too many of either to be looked at.
     """
     longest = 0
-    for action in actions[:_MOST]:
+    if len(actions) > _MOST:
+        raise ConfigError(f"kv_hints: {len(actions)} actions, more than {_MOST}: send fewer")
+    for action in actions:
         if action.action_type != _RETAIN:
             continue
         directives = action.payload.get("directives")
-        for directive in directives[:_MOST] if isinstance(directives, list) else [None]:
-            if not isinstance(directive, dict):
-                raise ConfigError(f"kv_hints: the action {_RETAIN} needs a list of directives")
-            if directive.get("priority") == 0:
+        if not isinstance(directives, list) or not all(isinstance(one, dict) for one in directives):
+            raise ConfigError(f"kv_hints: the action {_RETAIN} needs a list of directives")
+        if len(directives) > _MOST:
+            count = len(directives)
+            raise ConfigError(
+                f"kv_hints: {count} directives of {_RETAIN}, more than {_MOST}: send fewer"
+            )
+        for directive in directives:
+            priority, seconds = directive.get("priority", 1), directive.get("duration")
+            if not _is_number(priority):
+                raise ConfigError(f"kv_hints: a priority of {_RETAIN} is a number")
+            if priority <= 0:
                 continue
-            seconds = directive.get("duration")
             if seconds is None:
                 seconds = MAX_DURATION_S
-            number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-            if not number or not 0 < seconds <= MAX_DURATION_S:
+            if not _is_number(seconds) or not 0 < seconds <= MAX_DURATION_S:
                 raise ConfigError(
                     f"kv_hints: a duration of {_RETAIN} is a number of seconds, above 0 and "
                     f"at most {MAX_DURATION_S}"
                 )
             longest = max(longest, math.ceil(seconds))
     return longest
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

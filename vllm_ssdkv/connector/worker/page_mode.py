@@ -269,6 +269,8 @@ class PageMode:
 
     def give_up(self) -> None:
         """End a step whose forward pass has failed."""
+        if self.offloader is not None:
+            self.offloader.device.end_step()  # it knows where contexts of this step are
         if self.step is not None:
             self._end_step(self.step)
             self.step = None

@@ -145,7 +145,7 @@ class _Walk:
     """Distinct ones."""
     away: Away
     cuts: dict[float | None, tuple[Part, Part]] = field(default_factory=dict)
-    """Parts by a device's share; a step has one."""
+    """Parts by a device's share, of the two newest ones: a step has one, or all and one."""
 
     @classmethod
     def over(
@@ -207,6 +207,8 @@ class _Walk:
     def cut(self, share: float | None) -> tuple[Part, Part]:
         """See :meth:`ContextStream.parts`."""
         if share not in self.cuts:
+            if len(self.cuts) > 1:
+                del self.cuts[next(iter(self.cuts))]
             frames = len(self.whole.frame)
             away = self.whole.pairs - frames
             theirs = away if share is None else round(share * self.whole.pairs)
