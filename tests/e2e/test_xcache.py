@@ -129,6 +129,8 @@ def test_bytes_are_those_of_the_formula(case: Case) -> None:
 def test_slots_bytes_written_and_wear_are_half(case: Case) -> None:
     names = ("slots_stored", "bytes_written", "wear_bytes")
     most, allocated, found = dict[float, int](), dict[float, int](), dict[float, list[float]]()
+    x_cache, open_blocks = case.worker.page_mode.x_cache, 0
+    assert x_cache is not None
     ours = case.engine.scheduler.connector.scheduler
     case.engine.answers(prompts((200,), 13), 4)  # what nobody has counted has no sample
     case.engine.settle()
@@ -142,6 +144,8 @@ def test_slots_bytes_written_and_wear_are_half(case: Case) -> None:
         def look(number: int, share: float = share) -> None:
             held = [one.reserved + len(set(one.slots)) for one in ours.requests.values()]
             most[share] = max(most[share], *held, 0)
+            nonlocal open_blocks
+            open_blocks = max(open_blocks, x_cache.open_blocks)
 
         case.engine.run(look)
         case.engine.settle()
@@ -150,6 +154,7 @@ def test_slots_bytes_written_and_wear_are_half(case: Case) -> None:
         found[share] = [new - old for new, old in zip(after, before, strict=True)]
     slot_bytes = case.worker.layout.geometry.slot_bytes
     assert most == {0.0: 17, 1.0: 9}  # of 524 tokens at most
+    assert open_blocks == 2  # the step that completes a slot lets go of its X
     assert allocated == {0.0: 16, 1.0: 8}
     assert found[0.0] == [16, 16 * slot_bytes, 16 * slot_bytes]
     assert found[1.0] == [8, 8 * slot_bytes, 8 * slot_bytes]
