@@ -144,7 +144,8 @@ def open_write_policy(
         StoreError: the manifest is gone.
     """
     manifest = place.stored()
-    # A data file that was not made yet has no UUID: its path names it until the next start.
+    # Present devices have their data files by now, since ranks open first. One that went before
+    # it had a file has no UUID, and no bytes either.
     names = [device.files[0] or device.path for device in manifest.devices]
     # The placement is that of one rank; the others have as many units, larger or smaller ones.
     units = [one.unit_bytes for one in manifest.geometries]
