@@ -28,6 +28,7 @@ CHOSEN = (
     "tests/secondary_tier/test_tier.py",
     "tests/secondary_tier/test_random_jobs.py",
     "tests/e2e/test_reuse.py",
+    "tests/e2e/test_pipeline.py::test_stages_of_other_kinds_of_layers[groups]",
     "tests/e2e/test_exact.py::test_tokens_are_those_of_stock_vllm[llama-ssd]",
 )
 

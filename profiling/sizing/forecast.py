@@ -325,7 +325,10 @@ class _Reuse(_Case):
         system = System("reuse", kv="hbm", rest_s=self.rest_s())
         self._check()
         tokens = self.workload.tokens
-        step = decode(system, Setting(machine, storage, self.model, self.batch, tokens))
+        # Each of the GPUs with the same KV reads all of it.
+        again = (self.copies - 1) * self.batch * self.model.kv_bytes(round(tokens))
+        slower = replace(system, rest_s=system.rest_s + again / machine.gpu.bandwidth)
+        step = decode(slower, Setting(machine, storage, self.model, self.batch, tokens))
         prompt, found = self.workload.prompt, self.workload.found * self.workload.prompt
         alone = self.prompt_s(system, machine, storage, prompt)
         hit = alone
@@ -337,11 +340,24 @@ class _Reuse(_Case):
     @property
     def slot_token(self) -> float:
         """Bytes of a token on drives."""
-        return reuse_slot_bytes(self.model, self.sizing.block_tokens) / self.sizing.block_tokens
+        one = reuse_slot_bytes(self.model, self.sizing.block_tokens) / self.sizing.block_tokens
+        return one if self.machine.nodes is None else self.copies * one
+
+    @property
+    def read_token(self) -> float:
+        """Bytes that a token of a hit has drives read: every GPU loads what it has in HBM."""
+        return self.slot_token if self.machine.nodes is not None else self.copies * self.slot_token
+
+    @property
+    def copies(self) -> int:
+        """GPUs that have the same KV: all, where every layer has a latent (MLA). Its store is one,
+        but nodes have one for each."""
+        kinds = {layer.kind for layer in self.model.layers if layer.numbers}
+        return self.machine.gpus if kinds == {"latent"} else 1
 
     def load_s(self, tokens: float) -> float:
         """Seconds to load a hit from drives, alone."""
-        drives, nbytes = self.machine.reached, tokens * self.slot_token
+        drives, nbytes = self.machine.reached, tokens * self.read_token
         rate = min(
             sum(min(one.read_bandwidth, one.iops * LARGEST_READ) for one in drives),
             self.machine.drives_link,
@@ -353,7 +369,8 @@ class _Reuse(_Case):
         return seconds + node_costs("tcp").load_s(math.ceil(tokens / BLOCK_TOKENS), nbytes)
 
     def _kv(self, tokens: float) -> float:
-        return self.model.kv_bytes(math.ceil(tokens)) + self.model.state_bytes()
+        nbytes = self.model.kv_bytes(math.ceil(tokens)) + self.model.state_bytes()
+        return self.copies * nbytes
 
     def _check(self) -> None:
         """Raises BoundError: HBM does not hold the batch, or the longest request; or drives do not
@@ -368,12 +385,12 @@ class _Reuse(_Case):
         _check_drives(self.machine.drives, self.workload.longest * self.slot_token)
 
     def read_bytes(self, step: StepResult) -> float:
-        return self.workload.found * self.workload.prompt * self.slot_token
+        return self.workload.found * self.workload.prompt * self.read_token
 
     def tiers(self) -> dict[str, float]:
         kv = self.batch * self._kv(self.workload.kept_tokens)
         stored = self.batch * self.workload.kept_tokens * self.slot_token
-        held = min(stored, sum(self.dram().values()))
+        held = min(self.copies * stored, sum(self.dram().values()))
         return {"hbm": kv, "dram": held, "drives": stored}
 
     def dram(self) -> dict[str, float]:

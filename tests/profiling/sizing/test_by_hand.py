@@ -7,9 +7,11 @@ By hand, from the shape that a model's authors publish and a GPU's data sheet:
   3 x 4096 x 14336) x 2 + 2 x 128256 x 4096 x 2 = 16.06 GB.
 - KV of a request: layers x 2 x KV heads x channels x bytes x tokens of prompt and answer; of a
   layer with a window no more tokens than that.
-- requests that fit: (0.9 x memory - weights) / that, rounded down.
+- requests that fit: (0.9 x memory - weights) / that, rounded down. DeepSeek-V3 on 8 H200 (each has
+  the latents of all heads): (0.9 x 8 x 141 - 672.77) GB / (8 x 8.58 GiB) = 4.6.
 - step: (weights in layers, of b requests the experts that are likely 1 - (1 - k / E)^b of all, the
-  last projection, and KV up to the middle of the answers) / (0.896 x bandwidth), and 3 ms.
+  last projection, and KV up to the middle of the answers) / (0.896 x bandwidth), and 3 ms. Of
+  DeepSeek-V3: (15.3 + 0.1193 x 653.9 + 1.85 + 8 x 4 x 9.229) GB / (0.896 x 8 x 4800) = 11.35 ms.
 
 Near storage, 8 requests of Llama-3.1-8B on an A100 with 4 PM9A3: 8 x (33,024 - 1,024) tokens x 128
 KiB = 33.55 GB lie outside of HBM, and a step has 13.9 ms of weights and vLLM's own. Then, in ms:
@@ -49,7 +51,7 @@ HAND: list[tuple[str, dict[str, Any], str, int, str, float, float, int, float]] 
     ("qwen3-30b-a3b", {}, "h200", 1, "128K", 61.04, 12.00, 5, 22.24),
     ("gpt-oss-120b", {}, "h100-80", 1, "128K", 65.14, 4.50, 1, 6.27),
     ("gemma-3-27b", {}, "h100-80", 1, "64K", 54.02, 5.41, 3, 26.77),
-    ("deepseek-v3", {}, "h200", 8, "128K", 672.77, 8.58, 37, 26.52),
+    ("deepseek-v3", {}, "h200", 8, "128K", 672.77, 8.58, 4, 14.35),
     ("glm-4.5-air", {}, "h100-80", 4, "64K", 213.66, 11.50, 6, 15.57),
 ]
 """Model, what differs, GPU, how many, prompt (the answer has 512 tokens); GB, GiB, requests, ms."""

@@ -312,12 +312,37 @@ def test_a_wish_is_a_number(name: str, value: float) -> None:
         Wish(**{name: value})
 
 
-def test_a_model_without_plain_attention_has_no_page_mode() -> None:
+def latents() -> ModelShape:
     shape = {"model_type": "deepseek_v2", "num_hidden_layers": 2, "hidden_size": 256}
     shape |= {"num_attention_heads": 4, "kv_lora_rank": 64, "qk_rope_head_dim": 16}
     shape |= {"qk_nope_head_dim": 16, "v_head_dim": 16, "vocab_size": 512}
-    model = ModelShape.of({**shape, "dtype": "bfloat16"}, name="latent")
-    made = make_plan(replace(sizing(), model=model), Wish())
+    return ModelShape.of({**shape, "dtype": "bfloat16"}, name="latent")
+
+
+def test_latents_are_stored_once_and_loaded_by_every_gpu() -> None:
+    """Every GPU has them in HBM; with nodes each has a copy of its own there, too."""
+    bytes_of: dict[tuple[str, int, bool], tuple[float, float, float]] = {}
+    for model in (LLAMA, latents()):
+        for gpus, more in ((1, {}), (4, {}), (1, {"nodes": NODES}), (4, {"nodes": NODES})):
+            given = sizing(found=0.5)
+            on = machine(gpus=gpus, **more)
+            given = replace(given, model=model, machine=on)
+            found = given.forecast(Choice("reuse", batch=2))
+            rate = found.written_bytes_per_s
+            bytes_of[model.name, gpus, bool(more)] = (
+                found.tier_bytes["hbm"],
+                found.tier_bytes["drives"],
+                found.read_bytes_per_s / rate,
+            )
+    for nodes in (False, True):
+        assert bytes_of[LLAMA.name, 4, nodes] == pytest.approx(bytes_of[LLAMA.name, 1, nodes])
+        one, four = (bytes_of["latent", gpus, nodes] for gpus in (1, 4))
+        times = (4, 4, 1) if nodes else (4, 1, 4)  # HBM, drives, reads by writes
+        assert four == pytest.approx([n * of for n, of in zip(times, one, strict=True)])
+
+
+def test_a_model_without_plain_attention_has_no_page_mode() -> None:
+    made = make_plan(replace(sizing(), model=latents()), Wish())
     assert made.best.choice.mode == "reuse"
     assert any("mode page serves attention layers that are alike" in one for one in made.refused)
 
