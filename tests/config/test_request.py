@@ -265,6 +265,9 @@ def test_a_graph_chooses_in_one_way() -> None:
         RequestOptions.of({"selector": name}, options)
         with pytest.raises(ConfigError, match=rf'"{name}" is not in the CUDA graphs .*: exact, '):
             RequestOptions.of({"selector": name}, options, captured=True)
+    asked = RequestOverrides(config("adaptive"), Counters(), captures=True)
+    asked.arrived(request("other", {"ssdkv": {"selector": "swarm"}}))
+    assert asked.of("other") == EXACT
 
 
 def test_who_chooses() -> None:

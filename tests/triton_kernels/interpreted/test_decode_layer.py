@@ -95,8 +95,10 @@ class Steps:
             if row.without_frame is not None:
                 frames[place, row.without_frame] = 0
             most = row.blocks * GROUPS if row.most is None else row.most
-            scored = row.blocks if most < row.blocks * GROUPS and row.least >= 0 else 0
-            fields[:, place] = torch.tensor([row.blocks, row.blocks, scored, row.least, most])
+            scored = row.blocks if 0 <= min(row.least, most) < row.blocks * GROUPS else 0
+            scored = 0 if row.most is None else scored
+            least = most if row.most is None else row.least
+            fields[:, place] = torch.tensor([row.blocks, row.blocks, scored, least, most])
             tables[blocks[-1]] = place
             self.batch.slots[entry] = blocks[-1] * BLOCK + (row.window - 1) % BLOCK
             self.batch.seq_lens[entry] = tokens
@@ -162,7 +164,7 @@ class Steps:
         key, value = (part[layer] for part in self.held[entry])
         query, context = self.query[layer, entry], row.blocks * BLOCK
         chosen = torch.ones((KV_HEADS, len(key)), dtype=torch.bool)
-        if row.most is not None and row.most < row.blocks * GROUPS:
+        if row.most is not None and min(row.least, row.most) < row.blocks * GROUPS:
             low, high = oracle.page_bounds(key[:context], PAGE)
             logits = oracle.bound_logits(query, low, high, SCALE)
             window = chosen.clone()
@@ -182,7 +184,7 @@ class Steps:
                     sinks=SINKS,
                     least=row.least,
                     most=row.most,
-                    p=1.0,
+                    p=1.0 if self.choosing is None else self.choosing.mass,
                 )
                 for page in pages:
                     chosen[head, page * PAGE : (page + 1) * PAGE] = True
@@ -195,6 +197,11 @@ KINDS = {
         Choosing("bounds", SINKS),
         {0: Row(20, 9, 7, 7), 2: Row(5, 24), 3: Row(6, 3, 0)},
         {0: Row(4, 1), 1: Row(13, 8, 3, NEWEST), 2: Row(20, 11, 11, 11), 3: Row(9, 2, 5, 5)},
+    ),
+    "adaptive": (
+        Choosing("bounds", SINKS, mass=0.6),
+        {0: Row(9, 1, 18, 1), 3: Row(6, 3, 0)},
+        {0: Row(9, 1, 6, 2), 1: Row(7, 8, 14, 1), 2: Row(8, 2, 5, 5), 3: Row(5, 2)},
     ),
 }
 

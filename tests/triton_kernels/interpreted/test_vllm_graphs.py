@@ -132,11 +132,12 @@ def batch_of(selector: Any, store: Path) -> Iterator[Batch]:  # noqa: ANN401 - a
             active_worker.set_worker(None)
 
 
-def steps(batch: Batch) -> torch.Tensor:
-    """Outputs of some steps; one of the rows is the last token of a prompt."""
-    for _ in range(STEPS):
-        batch.decoder.step(list(PROMPTS), torch.zeros(len(PROMPTS), dtype=torch.int64))
-    return torch.stack(batch.found)
+def steps(batch: Batch) -> list[torch.Tensor]:
+    """Outputs of steps of three requests, of which one first has the last token of its prompt, and
+    of one more of two."""
+    for names in [list(PROMPTS)] * STEPS + [["a", "b"]]:
+        batch.decoder.step(names, torch.zeros(len(names), dtype=torch.int64))
+    return batch.found
 
 
 def manager_of(config: Any, batch: Batch, patch: pytest.MonkeyPatch) -> CudaGraphManager:  # noqa: ANN401
@@ -206,8 +207,9 @@ def test_steps_that_vllm_replays_attend_as_others_do(
 
         batch.run = replay
         got = steps(batch)
-        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-        assert replayed == [SEQS] * STEPS
+        for mine, theirs in zip(got, want, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+        assert replayed == [SEQS] * STEPS + [2]
         counters, chosen = batch.decoder.worker.counters, "sparse_pages_selected"
         batch.decoder.forget("c")
         assert (counters.total(chosen) > 0) == (selector == "bounds")
