@@ -223,14 +223,31 @@ def test_steps_that_vllm_replays_attend_as_others_do(
         assert replayed[-1] == len(names)
 
 
-def test_what_tables_do_not_describe_is_never_replayed_in_silence(
+class Late(Passed):
+    """A mark that the device does not come by."""
+
+    def query(self) -> bool:
+        return False
+
+
+def test_a_step_ends_where_the_device_is_late_or_was_not_asked(
     tmp_path: Path, vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """All rows are lost where nobody knows which are; what tables do not describe is an error."""
     with batch_of("exact", tmp_path / "captured") as batch:
         manager = manager_of(vllm_config, batch, monkeypatch)
         batch.run = lambda rows: manager.run_fullgraph(manager.dispatch(rows, rows, 1, 0))
-        device = batch.decoder.worker.page_mode.device
+        paged = batch.decoder.worker.page_mode
+        device, options = paged.device, paged.config
         assert device is not None
+        assert batch.decoder.drain(30)
+        store = batch.decoder.worker.store
+        store.frames.forget(store.whole_contexts(["a"])[0][:1])
+        soon = options.io.model_copy(update={"deadline": 0.01})
+        paged.config = options.model_copy(update={"io": soon})
+        device._new_event = Late
+        with pytest.raises(StoreError, match=r"requests \['a', 'b', 'c'\] lost"):
+            steps(batch)
         device._window_blocks = 0
         with pytest.raises(StepError, match=r"do not describe.*PIECEWISE"):
             steps(batch)
