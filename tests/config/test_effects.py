@@ -85,6 +85,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sparse.cluster_size": ({"sparse": {"cluster_size": 4}}, BOUNDS),
     "sparse.cluster_score": ({"sparse": {"cluster_score": "medoid"}}, BOUNDS),
     "sparse.cluster_affinity": ({"sparse": {"cluster_affinity": "conditional"}}, BOUNDS),
+    "share_contexts": (
+        {"share_contexts": True},
+        {"mode": "page", "nodes": ["unix:///run/a"], "state_dir": "/var/lib/kv"},
+    ),
     "io.staging": ({"io": {"staging": "64M"}}, {"encryption": {"key_env": "KEY"}}),
     "io.faults[].seconds": (
         {"io": {"faults": [{"kind": "eio", "seconds": 3}]}},

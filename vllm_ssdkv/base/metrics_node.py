@@ -49,6 +49,7 @@ NODE_METRICS: Final[tuple[Metric, ...]] = (
 
 CALLS: Final = (
     *("Bind", "Lookup", "Find", "Last", "Claim", "Touch", "Pin", "Unpin", "Drop", "ForgetAll"),
+    *("Grant", "Publish"),
     *("AskGauges", "TellWeights", "Save", "Load", "Discard", "AskStatus"),
     *("AskDrives", "AskVolumes", "OpenVolumes", "MoveBytes", "RemoveVolume", "Attend"),
 )

@@ -105,6 +105,7 @@ SPARSE_WINDOW: Final = 256
 
 
 _PAGE: Final = Condition(lambda config, _: config.mode == "page", 'mode is "page"')
+_ON_NODES: Final = Condition(lambda config, _: bool(config.nodes), "nodes has an entry")
 _MAY_COMPUTE: Final = Condition(
     lambda config, _: config.mode == "reuse" or config.load == "always",
     'mode is "reuse": page mode always loads',
@@ -478,13 +479,21 @@ class SSDKVConfig(OptionModel):
             strict=False,
             max_length=MAX_NODES,
             description="Nodes (`ssdkv node run`) that keep the store, for all engines that name "
-            "them, in place of a store of this engine. Several nodes share the blocks; name them "
-            "alike in every engine. Drives and memory are then options of the nodes, and are "
-            "refused here. In mode `page` they keep the contexts of this engine "
-            "(docs/shared-cache.md).",
+            "them. Name several alike in every engine. Drives and memory are then options of the "
+            "nodes, and refused here. In mode `page` they keep contexts (docs/shared-cache.md).",
         ),
-        Reason("Empty: the engine keeps its own store, which needs no other process."),
+        Reason("Empty: the engine keeps its own store."),
     ] = ()
+    share_contexts: Annotated[
+        bool,
+        Field(
+            description="Share contexts with other engines of this model on the same node "
+            "(docs/shared-cache.md)."
+        ),
+        Reason("false: volumes are one engine's."),
+        _PAGE,
+        _ON_NODES,
+    ] = False
     node_keys: Annotated[
         PathText | None,
         Allowed(PATH_TEXT),
@@ -492,7 +501,7 @@ class SSDKVConfig(OptionModel):
             description="Directory of the keys that `ssdkv node keys` made for engines. A node at "
             "a tcp:// address needs them, unless the address is local to this machine."
         ),
-        Reason("null: a Unix socket is protected by its file's mode."),
+        Reason("null: Unix sockets are protected by mode."),
     ] = None
     tier: Annotated[
         str | None,
@@ -652,6 +661,17 @@ class SSDKVConfig(OptionModel):
             )
         for name in sorted(self.io.model_fields_set & {"engine", "queue_depth", "direct"}):
             yield f"io.{name}: is an option of the node where there are nodes: set it there"
+        if self.share_contexts:
+            if len(self.nodes) > 1 or self.replicas > 1:
+                yield (
+                    "share_contexts: one node keeps the shared contexts, once: name one in nodes "
+                    "and leave replicas at 1, or leave share_contexts out"
+                )
+            if self.encryption is not None:
+                yield (
+                    "share_contexts: engines encrypt with keys of their own, so no other engine "
+                    "can read what one has stored: leave one of the two out"
+                )
 
     def _offload_problems(self) -> Iterator[str]:
         if self.mode != "page":

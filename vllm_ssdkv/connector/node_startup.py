@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from vllm_ssdkv.base.errors import ConfigError, CredentialsError
 from vllm_ssdkv.base.metrics import Counters
@@ -19,13 +22,17 @@ from vllm_ssdkv.node.client.node_drives import (
     find_drives,
     with_node_drives,
 )
+from vllm_ssdkv.node.client.node_existence import NodeExistence
+from vllm_ssdkv.node.client.node_link import NodeLink
 from vllm_ssdkv.node.client.remote_index import RemoteIndex
 from vllm_ssdkv.node.client.remote_store import RemoteStore
 from vllm_ssdkv.node.client.session import Peer, as_name
+from vllm_ssdkv.node.client.shared_slots import SharedSlots
 from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.credentials import Credentials
 from vllm_ssdkv.node.protocol.messages import Role, StoreSpec
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.index.slot_index import SlotIndex
 from vllm_ssdkv.store.open import StorePlace
 
 logger = logging.getLogger(__name__)
@@ -99,7 +106,41 @@ def connect_drives(
 ) -> NodeDrives:
     """The same drives for one rank, which has sessions of its own."""
     peers = volume_peers(config, place.run, rank)
-    return NodeDrives(peers, drives, place.model, place.counters, config.io.deadline)
+    shared = place.fingerprint.digest if config.share_contexts else b""
+    return NodeDrives(peers, drives, place.model, place.counters, config.io.deadline, shared)
+
+
+def open_shared_slots(
+    config: SSDKVConfig, place: StorePlace, block_tokens: int, state: SlotIndex
+) -> SharedSlots:
+    """Slots of volumes that engines share. ``state``: index of the state directory, closed with it.
+
+    Raises:
+        ConfigError: see :func:`peers_of`.
+        StoreError: the node does not answer, or slots lie otherwise in the volumes.
+    """
+    manifest = place.stored()
+    # Of each device the name of its drive, which is that of its stub.
+    drives = [Path(device.path).relative_to(place.state).parts[1] for device in manifest.devices]
+    segments = [msgspec.structs.replace(segment, since=0) for segment in manifest.segments]
+    lies = repr((drives, segments, place.geometries)).encode()
+    spec = StoreSpec(
+        dict(place.fingerprint.fields),
+        place.geometries[0].layers,
+        place.geometries[0].payload_bytes,
+        place.ranks,
+        block_tokens,
+        as_name(place.model),
+        as_name(place.name),
+        manifest.numbers,
+        hashlib.blake2b(lies, digest_size=16).digest(),
+    )
+    address, run = Address.parse(config.nodes[0]), as_name(place.run)
+    peer = Peer(address, _keys(config), "scheduler", run, store=spec)
+    link = NodeLink(peer, place.counters, with_bytes=False)
+    link.start()
+    member = NodeExistence(link, place.counters, manifest.numbers)
+    return SharedSlots(member, config.nodes[0], place.counters, state)
 
 
 def open_remote_store(

@@ -382,6 +382,8 @@ def open_scheduler(
         else:
             weights = found.place.bind(settings)
             store = open_store(config, found.place, stack)
+            if config.nodes and config.share_contexts:
+                store = _share(config, found, store, stack)
         identities = RankIdentities(settings, weights)
         if config.mode == "page":
             _check_room(found, store, max_model_len)
@@ -400,7 +402,9 @@ def open_scheduler(
             x_share=x_share,
             x_shape=shape,
             hashes_per_block=found.layout.block_tokens // hash_tokens,
-            kv_events=publishes_events(vllm_config, own=store.own is not None),
+            kv_events=publishes_events(
+                vllm_config, own=store.own is not None and store.own.alone is not None
+            ),
             steps_ahead=vllm_config.max_concurrent_batches,
             sharers=found.layout.sharers,
             captures=config.mode == "page" and captures_steps(vllm_config),
@@ -471,6 +475,31 @@ def open_store(config: SSDKVConfig, place: StorePlace, stack: ExitStack) -> Sche
         counters,
         place.name_key(),
         OwnStore.of(index, rebalancer, paths, counters, whole=whole),
+    )
+
+
+def _share(
+    config: SSDKVConfig, found: _Identity, store: SchedulerStore, stack: ExitStack
+) -> SchedulerStore:
+    """The same store, whose slots a node grants to several engines.
+
+    Raises:
+        StoreError: see :func:`open_shared_slots`.
+    """
+    from vllm_ssdkv.connector.node_startup import open_shared_slots
+
+    own, counters = owned(store.own), store.counters
+    shared = open_shared_slots(config, found.place, found.layout.block_tokens, owned(own.alone))
+    stack.callback(shared.close)
+    shared.usable = lambda: not own.rebalancer.out_of_use().any()
+    way_out = "other engines go on with the node; find out why this one computes otherwise"
+    return SchedulerStore(
+        shared,
+        shared,
+        Suspension(None, counters, lambda _: None, [], way_out=way_out),
+        store.write_policy,
+        counters,
+        own=OwnStore.of(shared, own.rebalancer, own.weights.paths, counters, whole=True),
     )
 
 

@@ -31,7 +31,7 @@ class OwnChunks:
         self.counters, self.keys = parts.store.counters, parts.keys
         self.deadline_s = parts.access.opened.files.deadline_s
         self._index = IndexMetrics(self.own.index, self.own.rebalancer, self.counters)
-        self._events = TierEvents(self.own.index, locality, wanted=tells_events)
+        self._events = TierEvents(owned(self.own.alone), locality, wanted=tells_events)
         self._stores = StoreJobs(parts, self._events)
         self._loads = LoadJobs(parts, self._events)
 
@@ -46,7 +46,7 @@ class OwnChunks:
         """Mark chunks, head first, as just used."""
         found = [slot for key in keys if (slot := self._find(key)) is not None]
         if found:
-            self.own.index.touch(np.array(found, dtype=np.int64))
+            owned(self.own.alone).touch(np.array(found, dtype=np.int64))
 
     def store(self, job: TransferJob) -> None:
         """Store chunks of vLLM's pool, in the background."""

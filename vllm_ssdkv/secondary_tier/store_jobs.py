@@ -52,7 +52,7 @@ class StoreJobs:
     def __init__(self, parts: TierStore, events: TierEvents):
         self._parts, self._events = parts, events
         self._own, self._policy = owned(parts.store.own), parts.store.write_policy
-        self._index = self._own.index
+        self._index = owned(self._own.alone)
         self._writes: dict[int, _Write] = {}
         """Chunks on their way, by slot."""
         self._keys: set[bytes] = set()

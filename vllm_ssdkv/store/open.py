@@ -69,7 +69,7 @@ from vllm_ssdkv.store.open_store import OpenStore
 from vllm_ssdkv.store.placement.division import STATE_SLACK
 from vllm_ssdkv.store.placement.growth import DataFileSpace, StoreGrowth
 from vllm_ssdkv.store.placement.placement import Placement, placement_of
-from vllm_ssdkv.store.placement.rebalancer import BackgroundSaver, Rebalancer
+from vllm_ssdkv.store.placement.rebalancer import BackgroundSaver, FixedRebalancer, Rebalancer
 from vllm_ssdkv.store.placement.reconcile import division_of, growing_by, reconcile
 from vllm_ssdkv.store.placement.replica_selector import Replicas
 from vllm_ssdkv.store.write.trim import trim_new
@@ -807,7 +807,8 @@ def _open_index(
     saver = BackgroundSaver(save, look, counters)
     stack.callback(saver.close, LOCK_TIMEOUT_S / 2)
     replicas = place.config.replicas
-    rebalancer = Rebalancer(index, placement, manifest.weights(), saver, counters, replicas)
+    kind = FixedRebalancer if place.config.share_contexts else Rebalancer
+    rebalancer = kind(index, placement, manifest.weights(), saver, counters, replicas)
     rebalancer.step_and_wait(LOCK_TIMEOUT_S)
     if manifest.grows:
         rebalancer.growth = _growth(place, manifest, index, rebalancer, counters)

@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, Protocol
 
 import numpy as np
 
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.store.index.slot_index import SlotIndex
+from vllm_ssdkv.store.format.slot_geometry import I64
 from vllm_ssdkv.store.placement.rebalancer import Rebalancer
 
 RETRY_S: Final = 10.0
 """Seconds for which a slot is not found after a read of it has failed."""
+
+
+class MaskedIndex(Protocol):
+    """Index whose slots can be masked; see :class:`SlotIndex`."""
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Events since the start."""
+
+    def epoch(self, slot: int) -> int:
+        """Epoch of the slot."""
+
+    def holds(self, slot: int, epoch: int) -> bool:
+        """Check whether the slot has a block of this epoch."""
+
+    def available(self) -> int:
+        """Slots that nobody was promised."""
+
+    def mask(self, slots: I64) -> tuple[int, int]:
+        """Slots cannot be read now."""
+
+    def drop(self, slot: int | I64) -> None:
+        """Never find these slots again."""
 
 
 class UnreadSlots:
@@ -30,7 +53,7 @@ class UnreadSlots:
 
     def __init__(
         self,
-        index: SlotIndex,
+        index: MaskedIndex,
         placement: Rebalancer,
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,

@@ -50,6 +50,8 @@ class PagePolicy:
         # How many running requests' contexts hold a slot.
         self._in_contexts: Counter[int] = Counter()
         self._arriving = PendingContextLoads()
+        # Requests whose contexts a node keeps no more for this engine.
+        self._unclaimed: set[str] = set()
         shape = parts.engine.x_shape
         self.x_admission = XAdmission(parts.engine.x_share, shape, parts.store.counters)
         self._per_slot = 1
@@ -76,10 +78,16 @@ class PagePolicy:
                 return WaitReason.WRITES_PAUSED
             self._leave_devices()
         needed, self._only_as_x = self._admission.blocks_needed(request), ""
-        as_x = self.x_admission.would_admit(needed)
+        as_x, shared = self.x_admission.would_admit(needed), self._own.shared
+        if shared is not None:
+            shared.obtain(needed)
         if as_x and self._index.available() < needed:
             needed, self._only_as_x = -(-needed // self._per_slot), request.request_id
+            if shared is not None:
+                shared.obtain(needed)
         soon = bool(running or self._slots.writing)
+        # Other engines use slots, too, and do not say when these will be free.
+        soon |= shared is not None and not self._own.weights.lost
         return self._admission.admit(request, needed, soon=soon)
 
     def may_find(self, request_id: str) -> bool:
@@ -144,7 +152,11 @@ class PagePolicy:
         self.x_admission.measured(rates)
 
     def begin_step(self) -> None:
-        """Nothing."""
+        """Send back all requests if a node has forgotten what they use: others may get it."""
+        if self._own.shared is not None and self._own.shared.take_loss():
+            for state in self._requests.values():
+                self._unclaimed.add(state.request_id)
+                self.context_unreadable(state)
 
     def schedule(
         self,
@@ -156,6 +168,8 @@ class PagePolicy:
     ) -> None:
         """Tell the workers of the row; every completed block gets a slot, from where it is read
         when the window leaves it."""
+        if state.request_id in self._unclaimed:  # its load ended after the claims did
+            self.context_unreadable(state)
         asked, window = self._parts.asked.of(state.request_id), self._parts.config.window_tokens
         row = state.row(computed, count, self._block, window, asked)
         plan.rows.append(row)
@@ -248,8 +262,8 @@ class PagePolicy:
         Unless somebody runs with the copy, or it is to be compared, the new block takes its place.
         """
         stored = self._index.find(key)
-        if stored is None or self._parts.verifier.keeps(stored):
-            return
+        if stored is None or self._own.alone is None or self._parts.verifier.keeps(stored):
+            return  # a block that others share is dropped only where it was found to be wrong
         if stored not in self._in_contexts:
             self._slots.replace(stored)
 
@@ -265,6 +279,7 @@ class PagePolicy:
     def release(self, state: RequestState) -> None:
         """Let go of its context; workers forget it."""
         self._draft.forget.append(state.request_id)
+        self._unclaimed.discard(state.request_id)
         self.x_admission.left(state.request_id)
         self._arriving.end(state.request_id)
         contexts = [c for c in self._draft.contexts if c.request_id != state.request_id]
@@ -329,4 +344,5 @@ class PagePolicy:
             "contexts that arrive": len(self._arriving),
             "requests that share X": len(self.x_admission),
             "requests to send back": leaving,
+            "requests without claims": len(self._unclaimed),
         }

@@ -13,6 +13,7 @@ from vllm_ssdkv.connector.scheduler.request_state import RequestState
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerParts
 from vllm_ssdkv.store.devices.health import WriteState
 from vllm_ssdkv.store.index.computed_blocks import RUN_BLOCKS, ComputedBlocks
+from vllm_ssdkv.store.own_store import owned
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -155,7 +156,7 @@ class ReusePolicy:
         seconds, retain = self._asked.retained_s(state.request_id), None
         if seconds and self._own is not None:
             retain = partial(
-                self._own.index.retain_chain, seconds=seconds, share=self._retain_share
+                owned(self._own.alone).retain_chain, seconds=seconds, share=self._retain_share
             )
         self._groups.touch(self._identities.keys.of(state.request), state.hit, retain)
 

@@ -398,10 +398,10 @@ def _make_rewriter(
     """Rewrites of blocks that lie in slow places, where the devices are this engine's and it
     ``stores`` at all."""
     own = store.own
-    if own is None or not stores:
+    if own is None or own.alone is None or not stores:
         return NoRewrites()
     policy, counters = store.write_policy, store.counters
-    return Rewriter(own.index, own.rebalancer, policy, counters, slots.writing, slots.unpin)
+    return Rewriter(own.alone, own.rebalancer, policy, counters, slots.writing, slots.unpin)
 
 
 def _make_parts(
@@ -415,24 +415,21 @@ def _make_parts(
     counters, speculation = store.counters, engine.speculation
     requests: dict[str, RequestState] = {}
     draft = StepDraft()
-    asked = RequestOverrides(
-        config, counters, engine.selects, store.own is not None, engine.captures
-    )
+    alone = None if store.own is None else store.own.alone
+    asked = RequestOverrides(config, counters, engine.selects, alone is not None, engine.captures)
     identities = RequestIdentities(ranks, engine, store.name_key, counters)
     identities.keys.suspended = bool(store.suspension)
     own_index = None if store.own is None else store.own.index
     slots = SlotLedger(store.index, own_index, engine.ranks, draft, counters)
-    if own_index is not None and engine.sharers > 1:
-        own_index.unwritten = slots.writing
+    if alone is not None and engine.sharers > 1:
+        alone.unwritten = slots.writing
     retries = LoadRetries(engine.block_tokens, speculation.step_blocks)
     groups = BlockGroups((), store.index, engine.block_tokens, speculation, engine.hashes_per_block)
     events: KVEvents | None = None
-    if engine.kv_events and own_index is not None:
+    if engine.kv_events and alone is not None:
         from vllm_ssdkv.connector.scheduler.kv_events import KVEvents
 
-        events = KVEvents(
-            own_index, groups, identities.keys, slots.writing, choice, store.suspension
-        )
+        events = KVEvents(alone, groups, identities.keys, slots.writing, choice, store.suspension)
     return SchedulerParts(
         config,
         engine,

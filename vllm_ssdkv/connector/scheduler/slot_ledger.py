@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.connector.scheduler.step_draft import StepDraft
 from vllm_ssdkv.store.index.computed_blocks import ComputedBlocks
-from vllm_ssdkv.store.index.slot_index import NO_SLOT_CAUSES, SlotIndex, SlotState
-from vllm_ssdkv.store.own_store import owned
+from vllm_ssdkv.store.index.slot_index import NO_SLOT_CAUSES, SlotState
+from vllm_ssdkv.store.own_store import ContextIndex, owned
 from vllm_ssdkv.store.tier import TierIndex
 
 
@@ -109,13 +109,13 @@ class SlotLedger:
     def __init__(
         self,
         index: TierIndex,
-        own: SlotIndex | None,
+        own: ContextIndex | None,
         ranks: int,
         draft: StepDraft,
         counters: Counters,
     ):
-        """``own``: the same index, where it is of this process, which page mode needs. ``draft``
-        takes the orders to workers."""
+        """``own``: the same index, where blocks get slots one by one, which page mode needs.
+        ``draft`` takes the orders to workers."""
         self.writing = PendingWrites(ranks)
         self.unverified = UnverifiedBlocks(index.num_slots)
         self.undigested = UnverifiedBlocks(index.num_slots)

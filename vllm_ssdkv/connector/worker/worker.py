@@ -266,7 +266,11 @@ class SSDKVWorker:
         if self.paged is not None:
             self.paged.update_contexts(plan)
         if plan.discard:
-            store.abandon(np.array(plan.discard, dtype=np.int64))
+            gone = np.array(plan.discard, dtype=np.int64)
+            store.abandon(gone)
+            if self.paged is not None and self.paged.offloader is not None:
+                # Another engine that shares them may fill them.
+                self.paged.offloader.reclaim(gone)
         if own is not None:
             own.settle(plan.trim, plan.believed)
         if self._saves is not None:

@@ -27,7 +27,7 @@ from vllm_ssdkv.node.client.node_engine import NodeEngine
 from vllm_ssdkv.node.client.session import Peer, Session, as_name
 from vllm_ssdkv.node.client.volume_link import LOOK_S, VolumeLink, ask
 from vllm_ssdkv.node.client.volume_wire import VolumeWire
-from vllm_ssdkv.node.protocol.messages import AskDrives, Drive, Drives
+from vllm_ssdkv.node.protocol.messages import AskDrives, Drive, Drives, shared_volume
 from vllm_ssdkv.store.devices.data_device import OpenDevice
 from vllm_ssdkv.store.devices.data_file import read_superblock
 from vllm_ssdkv.store.devices.health import DeviceHealth
@@ -170,6 +170,7 @@ class NodeDrives:
         model: str,
         counters: Counters,
         deadline_s: float,
+        fingerprint: bytes = b"",
     ):
         """
         Args:
@@ -178,13 +179,15 @@ class NodeDrives:
             model: Name of the model.
             counters: Of this rank.
             deadline_s: Of each request.
+            fingerprint: Digest of the KV, by which engines that share volumes name them; empty:
+                volumes are of this engine alone.
 
         Raises:
             StoreError: a node does not answer, or has other drives by now.
         """
-        self._drives = list(drives)
-        name = as_name(model)
-        self.links = [VolumeLink(peer, counters, name, deadline_s) for peer in peers]
+        self._drives, self._fingerprint, self._rank = list(drives), fingerprint, peers[0].rank
+        name, shared = as_name(model), bool(fingerprint)
+        self.links = [VolumeLink(peer, counters, name, deadline_s, shared=shared) for peer in peers]
         self.node_of = np.zeros(0, dtype=np.int64)
         self.drive_of = np.zeros(0, dtype=np.int64)
         try:
@@ -213,6 +216,8 @@ class NodeDrives:
 
     def check(self, device: OpenDevice) -> None:
         """See :class:`~vllm_ssdkv.store.devices.remote_devices.RemoteDevices`."""
+        if self._fingerprint:
+            return  # what others have stored is theirs: headers of slots say what is there
         try:
             block = read_superblock(device)
         except FormatError:
@@ -243,10 +248,15 @@ class NodeDrives:
             nbytes = [0] * count
             for place, volume in zip(places, volumes, strict=True):
                 if place.node == node:
-                    names[place.number] = volume.name.bytes
+                    names[place.number] = self._name(place, volume)
                     nbytes[place.number] = volume.nbytes
             link.open(names, nbytes, memory)
         return NodeEngine(arena, self.node_of, self.drive_of, self._wire)
+
+    def _name(self, place: NodeDrive, volume: RemoteVolume) -> bytes:
+        if not self._fingerprint:
+            return volume.name.bytes
+        return shared_volume(place.drive.name, self._fingerprint, self._rank).bytes
 
     def _wire(self, node: int) -> VolumeWire | None:
         return self.links[node].wire

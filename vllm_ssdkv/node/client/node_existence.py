@@ -28,10 +28,12 @@ from vllm_ssdkv.node.protocol.messages import (
     ForgetAll,
     Gauges,
     GoOn,
+    Grant,
     Leave,
     Lookup,
     Message,
     Pin,
+    Publish,
     Slots,
     Touch,
     Unpin,
@@ -115,6 +117,11 @@ class NodeExistence:
         except NodeError:
             self._metrics.add("node_call_failures", 1)
             session.end()
+
+    @property
+    def session(self) -> Session | None:
+        """Session that the slots are of; None: the node does not answer, as far as is known."""
+        return self._current()
 
     @property
     def name_key(self) -> bytes:
@@ -331,6 +338,24 @@ class NodeExistence:
             self._tell(Unpin(pack(slots[beyond]), pack(epochs[beyond])))
             slots = np.where(beyond, FULL, slots)
         return slots
+
+    def grant(self, count: int) -> I64:
+        """Slots to write, int64, [count], or none. One round trip."""
+        told = self._call(Grant(count), Claimed)
+        if told is None:
+            return _NO_SLOTS
+        slots, epochs = self._pairs(told, count, exactly=False)
+        if len(slots) != count or not ((slots >= 0) & (slots < self.num_slots)).all():
+            return _NO_SLOTS
+        self._epochs[slots], self._live[slots] = epochs, True
+        self._note_pins(slots)
+        return slots
+
+    def publish(self, slots: I64, keys: Sequence[bytes]) -> None:
+        """Every rank has written these slots, which were granted. Does not wait."""
+        for part, of_part in zip(parts(slots), parts(keys), strict=True):
+            names = self.link.pack_keys(of_part)
+            self._tell(Publish(pack(part), pack(self._epochs[part]), names))
 
     def drop(self, slot: int | I64) -> None:
         """Never find these slots again, if they still hold what this session knows of."""

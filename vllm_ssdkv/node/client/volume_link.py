@@ -67,18 +67,27 @@ class VolumeLink:
         link.wire
     """
 
-    def __init__(self, peer: Peer, counters: Counters, model: str, deadline_s: float):
+    def __init__(
+        self,
+        peer: Peer,
+        counters: Counters,
+        model: str,
+        deadline_s: float,
+        *,
+        shared: bool = False,
+    ):
         """
         Args:
             peer: The node, and this rank.
             counters: Of this rank.
             model: Name of the model.
             deadline_s: Of each request.
+            shared: Whether other engines may have the volumes, too.
         """
         self.peer = peer
         self.on_change: list[Callable[[bool], None]] = []
         self.on_caught_up: list[Callable[[int], None]] = []
-        self._model, self._deadline_s = model, deadline_s
+        self._model, self._deadline_s, self._shared = model, deadline_s, shared
         self._link = NodeLink(peer, counters, with_bytes=True, opened=self._opened)
         self._drives: list[Drive] = []
         self._names: list[bytes | None] | None = None
@@ -173,7 +182,9 @@ class VolumeLink:
         if channel is None or memory is None or names is None:
             raise NodeGoneError("a volume session has no connection for bytes")
         opened = session.call(
-            OpenVolumes(names, self._nbytes, self._model, self._deadline_s), VolumesOpened, OPEN_S
+            OpenVolumes(names, self._nbytes, self._model, self._deadline_s, self._shared),
+            VolumesOpened,
+            OPEN_S,
         )
         wire = VolumeWire(
             session,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Annotated, Final, Literal, TypeAlias
+from uuid import UUID, uuid5
 
 import msgspec
 import numpy as np
@@ -85,6 +86,8 @@ class StoreSpec(Message, frozen=True):
         block_tokens: Tokens of a slot.
         model: Name of the model, for people.
         name: Tells stores of models with KV of one shape apart.
+        slots: Slots of volumes that engines in mode ``page`` share; 0: the store is the node's.
+        layout: Digest of how these lie in the volumes.
     """
 
     fingerprint: Fields
@@ -94,6 +97,8 @@ class StoreSpec(Message, frozen=True):
     block_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
     model: Name
     name: Name
+    slots: Annotated[int, Meta(ge=0, lt=(1 << 31) - 1)] = 0
+    layout: Digest = b""
 
 
 class Hello(Message, frozen=True):
@@ -259,6 +264,26 @@ class Claimed(Message, frozen=True):
 
     slots: Numbers
     epochs: Numbers
+
+
+class Grant(Message, frozen=True):
+    """Take ``count`` slots for blocks to come, all or none; answered by :class:`Claimed`.
+
+    A granted slot is pinned once for the session, and claimed: only this session writes it.
+    """
+
+    count: Annotated[int, Meta(ge=1, le=MAX_ENTRIES)]
+
+
+class Publish(Message, frozen=True):
+    """Have granted slots found under keys from now on: every rank has written them. No answer.
+
+    One whose key has a slot already stays as it is, for this session alone.
+    """
+
+    slots: Numbers
+    epochs: Numbers
+    keys: Keys
 
 
 class Touch(Message, frozen=True):
@@ -573,19 +598,21 @@ class Volumes(Message, frozen=True):
 class OpenVolumes(Message, frozen=True):
     """Open the volumes of one rank, once for each session; answered by :class:`VolumesOpened`.
 
-    A volume that is not there is made. One session at a time has a volume.
+    A volume that is not there is made. One session at a time has a volume, unless it is shared.
 
     Attributes:
         names: Of the volume on each drive of the node.
         nbytes: Bytes of each.
         model: Name of the engine's model.
         deadline_s: After which the engine ends a session that has not answered.
+        shared: Whether sessions of other engines may have them at the same time.
     """
 
     names: Annotated[list[VolumeName | None], Meta(max_length=MAX_DRIVES)]
     nbytes: Annotated[list[Count], Meta(max_length=MAX_DRIVES)]
     model: Name
     deadline_s: Annotated[float, Meta(ge=LEAST_NODE_DEADLINE_S, le=1e9)]
+    shared: bool = False
 
 
 class VolumesOpened(Message, frozen=True):
@@ -768,7 +795,13 @@ class Attended(Message, frozen=True):
     attend_s: Seconds
 
 
-# ---- their numbers ----
+# ---- their names and numbers ----
+
+
+def shared_volume(drive: bytes, fingerprint: bytes, rank: int) -> UUID:
+    """Name of the volume that all engines of one fingerprint share on a drive, by its name."""
+    return uuid5(UUID(bytes=drive), f"{fingerprint.hex()} {rank}")
+
 
 KINDS: Final[dict[int, type[Message]]] = {
     16: Hello,
@@ -792,6 +825,8 @@ KINDS: Final[dict[int, type[Message]]] = {
     35: Leave,
     36: Find,
     37: GoOn,
+    38: Grant,
+    39: Publish,
     40: TellWeights,
     41: Region,
     42: Save,

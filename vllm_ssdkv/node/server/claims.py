@@ -13,7 +13,7 @@ class Claim:
     Attributes:
         slot: Its number.
         epoch: Of this use of it.
-        key: That it is to be found under.
+        key: That it is to be found under; empty: nobody knows yet.
         run: Engine's run that has claimed it.
         saving: Ranks whose blocks are being copied to frames now.
         kept: Ranks that have the block in a frame; the flusher has it from there.

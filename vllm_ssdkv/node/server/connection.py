@@ -25,10 +25,13 @@ from vllm_ssdkv.node.protocol.channel import Channel
 from vllm_ssdkv.node.protocol.frames import DEFAULT_LIMITS, VERSIONS, negotiate
 from vllm_ssdkv.node.protocol.messages import AskStatus, Hello, Message, Part, Role, Status, Welcome
 from vllm_ssdkv.node.server.attention import AttentionLink
+from vllm_ssdkv.node.server.existence import Existence
+from vllm_ssdkv.node.server.hosted_store import HostedStore
 from vllm_ssdkv.node.server.leases import Lease
 from vllm_ssdkv.node.server.newcomers import Newcomers
-from vllm_ssdkv.node.server.scheduler_calls import SessionCalls
+from vllm_ssdkv.node.server.scheduler_calls import HostedCalls, SharedCalls
 from vllm_ssdkv.node.server.session import Session
+from vllm_ssdkv.node.server.shared_index import SharedIndex, SharedIndexes
 from vllm_ssdkv.node.server.store_registry import StoreRegistry
 from vllm_ssdkv.node.server.volume_calls import VolumeCalls
 from vllm_ssdkv.node.server.volume_link import VolumeLink
@@ -56,6 +59,10 @@ _JOINED: Final[dict[Role, tuple[Part, ...]]] = {
 """Connections that a session of each role may have beside that for calls."""
 
 
+_LOOK_S = 0.02
+"""Pause between looks whether sessions have ended, in seconds."""
+
+
 class Calls(Protocol):
     """Calls of one session."""
 
@@ -74,6 +81,7 @@ class NodeState:
         counters: Its own metrics.
         status: How it is now.
         shelf: Its volumes.
+        shared: Indexes of those that engines share.
         newcomers: Connections over TCP before their hello.
         draining: Set when it ends.
         lock: Guards ``sessions`` and ``links``.
@@ -87,6 +95,7 @@ class NodeState:
     counters: Counters
     status: Callable[[], Status]
     shelf: VolumeShelf
+    shared: SharedIndexes
     newcomers: Newcomers
     draining: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -104,6 +113,15 @@ class NodeState:
             link = self.links.get((run, rank))
         if link is not None:
             link.writes_ended(pairs, good)
+
+
+def _calls(session: Session, store: Existence) -> Calls:
+    """Calls of a session about a store."""
+    if isinstance(store, HostedStore):
+        return HostedCalls(session, store)
+    if isinstance(store, SharedIndex):
+        return SharedCalls(session, store)
+    raise TypeError(f"a session has no {type(store).__name__}")
 
 
 class Connection:
@@ -177,7 +195,7 @@ class Connection:
         try:
             welcome = self._welcome(session, version)
             descriptors = []
-            if self._part == "bytes" and channel.is_unix and session.store is not None:
+            if self._part == "bytes" and channel.is_unix and isinstance(session.store, HostedStore):
                 descriptors = [session.store.ranks[session.rank].arena.fd]
             channel.agree(version, DEFAULT_LIMITS)
             channel.silence_s = state.config.lease
@@ -203,14 +221,17 @@ class Connection:
                 raise ProtocolError(
                     "limit", f"the node has {len(state.sessions)} sessions (most_sessions)"
                 )
-        store = None
+        store: Existence | None = None
         if hello.role == "volume" and not hello.run:
             raise ProtocolError("order", "the hello of a volume session names no run")
         if hello.role in ("scheduler", "worker"):
             if hello.store is None or hello.rank >= hello.store.ranks or not hello.run:
                 raise ProtocolError("order", f"the hello of a {hello.role} names no store or run")
+            if hello.store.slots and hello.role == "worker":
+                raise ProtocolError("order", "workers have volumes where engines share these")
             try:
-                store = state.registry.take(hello.store)
+                take = state.shared.take if hello.store.slots else state.registry.take
+                store = take(hello.store)
             except SSDKVError as error:
                 raise ProtocolError("store", str(error)) from error
         name = secrets.token_bytes(16)
@@ -248,6 +269,8 @@ class Connection:
         common = (version, session.name, self._state.name, config.lease, config.lease / BEATS)
         if store is None:
             return Welcome(*common)
+        if not isinstance(store, HostedStore):
+            return Welcome(*common, num_slots=store.num_slots)
         host = store.ranks[session.rank]
         return Welcome(
             *common,
@@ -273,7 +296,7 @@ class Connection:
         elif self._part == "bytes":
             self._serve_bytes(session)
         else:
-            self._serve_calls(SessionCalls(session, session.store))
+            self._serve_calls(_calls(session, session.store))
 
     def _serve_calls(self, calls: Calls) -> None:
         channel, lease_s = self._channel, self._state.config.lease
@@ -321,7 +344,7 @@ class Connection:
 
     def _serve_bytes(self, session: Session) -> None:
         state, store = self._state, session.store
-        if store is None:
+        if not isinstance(store, HostedStore):
             raise ProtocolError("order", "a session without a store has no bytes")
         config = state.config
         link = WorkerLink(
@@ -368,13 +391,35 @@ class Connection:
             )
         if last and session.volumes is not None:
             session.volumes.close()
-        if not last or session.store is None:
+        store = session.store
+        if not last or store is None:
             return
-        released = session.store.end(session.lease)
+        if isinstance(store, SharedIndex):
+            self._end_volumes(session.run)
+        released = store.end(session.lease)
         state.counters.add("node_pins_released", released)
-        if run_over:
-            session.store.forget_run(session.run)
-        state.registry.give_back(session.store)
+        if isinstance(store, SharedIndex):
+            state.shared.give_back(store)
+        elif isinstance(store, HostedStore):
+            if run_over:
+                store.forget_run(session.run)
+            state.registry.give_back(store)
+
+    def _end_volumes(self, run: str) -> None:
+        """End the volume sessions of a run whose claims end: before others get its slots, its last
+        writes must be over. Blocks, with a deadline: a drive that hangs does not end."""
+        state = self._state
+
+        def left() -> list[Session]:
+            with state.lock:
+                sessions = state.sessions.values()
+                return [one for one in sessions if (one.role, one.run) == ("volume", run)]
+
+        deadline = time.monotonic() + 2 * state.config.io.deadline
+        for session in left():
+            session.end()
+        while left() and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
 
     def _ended(self, session: Session, cause: str) -> None:
         if session.channels:

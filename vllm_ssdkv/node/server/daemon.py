@@ -32,6 +32,7 @@ from vllm_ssdkv.node.server.node_metrics import (
     serve_metrics,
     start_at_zero,
 )
+from vllm_ssdkv.node.server.shared_index import SharedIndex, SharedIndexes
 from vllm_ssdkv.node.server.store_options import directory_of, store_options
 from vllm_ssdkv.node.server.store_registry import StoreRegistry
 from vllm_ssdkv.node.server.volumes import VolumeShelf
@@ -72,13 +73,15 @@ class Node:
         self.counters = counters
         self._registry = StoreRegistry(config, self._open_store)
         self._room = DriveRoom(config, self._registry.names, counters)
+        shelf = VolumeShelf(config, self._room)
         self._state = NodeState(
             config,
             secrets.token_bytes(16),
             self._registry,
             counters,
             self.status,
-            VolumeShelf(config, self._room),
+            shelf,
+            SharedIndexes(shelf),
             Newcomers(counters),
         )
         credentials = None
@@ -151,9 +154,9 @@ class Node:
             return HostedStore(spec, config, name, self._state.writes_ended)
 
     def _sources(self) -> list[Source]:
-        stores = self._registry.stores()
-        self.counters.set("node_stores", len(stores))
-        self.counters.set("node_claims", sum(store.claims for store in stores))
+        stores, shared = self._registry.stores(), self._state.shared.indexes()
+        self.counters.set("node_stores", len(stores) + len(shared))
+        self.counters.set("node_claims", sum(store.claims for store in (*stores, *shared)))
         with self._state.lock:
             pins = sum(len(session.lease) for session in self._state.sessions.values())
         self.counters.set("node_pins", pins)
@@ -182,6 +185,7 @@ class Node:
                 for session in self._state.sessions.values()
             ]
         stores = [_store_status(store) for store in self._registry.stores()]
+        stores += [_shared_status(index) for index in self._state.shared.indexes()]
         return Status(
             __version__,
             VERSIONS[-1],
@@ -208,6 +212,7 @@ class Node:
             session.end()
         self._join(max(HELLO_S, self.config.lease))
         drained = self._registry.close(max(0.0, deadline - time.monotonic()))
+        self._state.shared.close()
         for listener in self._listeners:
             listener.close()
         if self._server is not None:
@@ -244,4 +249,20 @@ def _store_status(store: HostedStore) -> StoreStatus:
         sum(there for there, _ in frames),
         sum(used for _, used in frames),
         store.geometry.frame_bytes,
+    )
+
+
+def _shared_status(index: SharedIndex) -> StoreStatus:
+    gauges, _ = index.gauges()
+    return StoreStatus(
+        index.spec.model,
+        index.path,
+        index.spec.ranks,
+        index.spec.block_tokens,
+        gauges["ready"] + gauges["free"],
+        gauges["ready"],
+        gauges["pinned"],
+        0,
+        0,
+        0,
     )

@@ -6,6 +6,8 @@ import collections
 import itertools
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from vllm_ssdkv.store.format.slot_geometry import I64
 
 
@@ -57,3 +59,8 @@ class Lease:
 def pairs_of(slots: I64, epochs: I64) -> list[tuple[int, int]]:
     """Slots and epochs as pairs."""
     return list(zip(slots.tolist(), epochs.tolist(), strict=True))
+
+
+def slots_of(pairs: Sequence[tuple[int, int]]) -> I64:
+    """Slots of pairs, int64, [n]."""
+    return np.array([slot for slot, _ in pairs], dtype=np.int64)

@@ -19,12 +19,14 @@ from vllm_ssdkv.node.protocol.messages import (
     ForgetAll,
     Gauges,
     GoOn,
+    Grant,
     Last,
     Leave,
     Lookup,
     Message,
     Pin,
     Position,
+    Publish,
     Slots,
     TellWeights,
     Touch,
@@ -33,26 +35,26 @@ from vllm_ssdkv.node.protocol.messages import (
     unpack,
     unpack_keys,
 )
+from vllm_ssdkv.node.server.existence import Existence
 from vllm_ssdkv.node.server.hosted_store import HostedStore
 from vllm_ssdkv.node.server.leases import Lease
 from vllm_ssdkv.node.server.session import Session
+from vllm_ssdkv.node.server.shared_index import SharedIndex
 from vllm_ssdkv.store.format.slot_geometry import I64
 
 
 class SessionCalls:
     """Carries out calls. Used by the thread of the session's ``calls`` connection."""
 
-    def __init__(self, session: Session, store: HostedStore):
+    def __init__(self, session: Session, store: Existence):
         self._session, self._store = session, store
         self._lease: Lease = session.lease
-        of_scheduler: dict[type[Message], Callable[..., Message | None]] = {
-            Bind: self._bind,
+        self._handlers: dict[type[Message], Callable[..., Message | None]] = {
             Lookup: self._lookup,
             Find: self._find,
             Leave: self._leave,
             GoOn: self._go_on,
             Last: self._last,
-            Claim: self._claim,
             Touch: self._touch,
             Pin: self._pin,
             Unpin: self._unpin,
@@ -60,11 +62,6 @@ class SessionCalls:
             ForgetAll: self._forget_all,
             AskGauges: self._gauges,
         }
-        of_worker: dict[type[Message], Callable[..., Message | None]] = {
-            TellWeights: self._tell_weights,
-            AskGauges: self._gauges,
-        }
-        self._handlers = of_scheduler if session.role == "scheduler" else of_worker
 
     def call(self, message: Message) -> Message | None:
         """Carry out one call; its answer, if it has one.
@@ -81,19 +78,6 @@ class SessionCalls:
             return handler(message)
         except (ValueError, IndexError) as error:
             raise ProtocolError("body", f"{type(message).__name__}: {error}") from error
-
-    def _tell_weights(self, message: TellWeights) -> Message:
-        self._store.tell_weights(self._session.run, self._session.rank, message.digest)
-        return Done()
-
-    def _bind(self, message: Bind) -> Message:
-        patience_s = min(message.patience_s, MOST_PATIENCE_S)
-        return Bound(self._store.weights(self._session.run, patience_s, self._gone))
-
-    def _gone(self) -> bool:
-        """Check whether nobody waits for an answer any more."""
-        channels = list(self._session.channels)
-        return self._session.ended or any(channel.peer_left for channel in channels)
 
     def _lookup(self, message: Lookup) -> Message:
         keys, expected = unpack_keys(message.keys), 0
@@ -122,11 +106,6 @@ class SessionCalls:
         first, end = message.first, message.end
         return Position(self._store.last(self._lease, keys, first, end, message.tags))
 
-    def _claim(self, message: Claim) -> Message:
-        keys = unpack_keys(message.keys)
-        slots, epochs = self._store.claim(self._lease, keys, first=message.first)
-        return Claimed(pack(slots), pack(epochs))
-
     def _touch(self, message: Touch) -> None:
         self._store.touch(self._lease, unpack_keys(message.keys))
 
@@ -145,6 +124,56 @@ class SessionCalls:
 
     def _gauges(self, _message: AskGauges) -> Message:
         return Gauges(*self._store.gauges())
+
+
+class HostedCalls(SessionCalls):
+    """Calls about a store that the node keeps."""
+
+    def __init__(self, session: Session, store: HostedStore):
+        super().__init__(session, store)
+        self._hosted = store
+        if session.role == "scheduler":
+            self._handlers |= {Bind: self._bind, Claim: self._claim}
+        else:
+            self._handlers = {TellWeights: self._tell_weights, AskGauges: self._gauges}
+
+    def _tell_weights(self, message: TellWeights) -> Message:
+        self._hosted.tell_weights(self._session.run, self._session.rank, message.digest)
+        return Done()
+
+    def _bind(self, message: Bind) -> Message:
+        patience_s = min(message.patience_s, MOST_PATIENCE_S)
+        return Bound(self._hosted.weights(self._session.run, patience_s, self._gone))
+
+    def _gone(self) -> bool:
+        """Check whether nobody waits for an answer any more."""
+        channels = list(self._session.channels)
+        return self._session.ended or any(channel.peer_left for channel in channels)
+
+    def _claim(self, message: Claim) -> Message:
+        keys = unpack_keys(message.keys)
+        slots, epochs = self._hosted.claim(self._lease, keys, first=message.first)
+        return Claimed(pack(slots), pack(epochs))
+
+
+class SharedCalls(SessionCalls):
+    """Calls about volumes that engines share."""
+
+    def __init__(self, session: Session, store: SharedIndex):
+        super().__init__(session, store)
+        self._shared = store
+        self._handlers |= {Grant: self._grant, Publish: self._publish}
+
+    def _grant(self, message: Grant) -> Message:
+        slots, epochs = self._shared.grant(self._lease, message.count)
+        return Claimed(pack(slots), pack(epochs))
+
+    def _publish(self, message: Publish) -> None:
+        slots, epochs = _pairs(message.slots, message.epochs)
+        keys = unpack_keys(message.keys)
+        if len(keys) != len(slots):
+            raise ValueError(f"{len(keys)} keys for {len(slots)} slots")
+        self._shared.publish(self._lease, slots, epochs, keys)
 
 
 MOST_PATIENCE_S = 600.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from vllm_ssdkv.node.protocol.channel import Channel
 from vllm_ssdkv.node.protocol.messages import Part, Role
-from vllm_ssdkv.node.server.hosted_store import HostedStore
+from vllm_ssdkv.node.server.existence import Existence
 from vllm_ssdkv.node.server.leases import Lease
 from vllm_ssdkv.node.server.volumes import VolumeSet
 
@@ -38,7 +38,7 @@ class Session:
     run: str
     rank: int
     peer: str
-    store: HostedStore | None
+    store: Existence | None
     lease: Lease
     began: float = field(default_factory=time.monotonic)
     channels: list[Channel] = field(default_factory=list)

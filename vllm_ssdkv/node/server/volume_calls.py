@@ -68,6 +68,12 @@ class VolumeCalls:
         session = self._session
         if session.volumes is not None:
             raise ProtocolError("order", "a session opens its volumes once")
-        volumes = self._shelf.open(message.names, message.nbytes, message.model, message.deadline_s)
+        volumes = self._shelf.open(
+            message.names,
+            message.nbytes,
+            message.model,
+            message.deadline_s,
+            shared=message.shared,
+        )
         session.have(volumes, [name for name in message.names if name is not None])
         return VolumesOpened(window_of(self._config))

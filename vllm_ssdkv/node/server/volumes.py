@@ -8,10 +8,12 @@ the engine knows: the node moves bytes, and attends to them where it is told to.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
@@ -29,7 +31,7 @@ from vllm_ssdkv.base.host import default_capacity
 from vllm_ssdkv.base.sizes import format_size
 from vllm_ssdkv.config.engine import MIN_CAPACITY, DeviceConfig
 from vllm_ssdkv.config.node import NodeConfig
-from vllm_ssdkv.node.protocol.messages import Drive, VolumeStatus
+from vllm_ssdkv.node.protocol.messages import Drive, VolumeStatus, shared_volume
 from vllm_ssdkv.node.server.drive_room import DIRECTORY, DriveRoom, data_bytes, directories
 from vllm_ssdkv.store.devices.data_device import OpenDevice, make_directory, open_device
 from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, round_up
@@ -65,6 +67,7 @@ class VolumeSet:
         config: Options of the node.
         deadline_s: Of I/O: the engine still waits for a while when it is over.
         closed: Called at the end with the drives whose I/O has not ended.
+        shared: Whether other sets have the same files: their lock stays until the last one ends.
 
     Example:
         volumes = shelf.open([name], [1 << 30], "Qwen/Qwen3-8B", deadline_s=10.0)
@@ -77,6 +80,7 @@ class VolumeSet:
     config: NodeConfig
     deadline_s: float
     closed: Callable[[Collection[int]], None]
+    shared: bool = False
     _hanging: set[int] = field(default_factory=set)
 
     @property
@@ -113,15 +117,25 @@ class VolumeSet:
     def close(self) -> None:
         """Close the files, and give back their locks, but for those of drives that hang. Engines
         over the others must have ended, or have no I/O of theirs."""
-        self.closed(self._hanging)
         for drive, device in enumerate(self.devices):
-            if device is None:
-                continue
-            if drive not in self._hanging:
+            if device is not None and drive not in self._hanging:
                 with contextlib.suppress(OSError):
                     os.utime(device.path)
-                unlock_file(device.fd)  # an engine that does not end has a duplicate
-            device.close()
+                if not self.shared:
+                    unlock_file(device.fd)  # an engine that does not end has a duplicate
+        self.closed(self._hanging)
+        for device in self.devices:
+            if device is not None:
+                device.close()
+
+
+@dataclass(slots=True, eq=False)
+class _SharedFile:
+    """File of a volume that several sets have duplicates of."""
+
+    device: OpenDevice
+    users: int = 0
+    hangs: bool = False
 
 
 class VolumeShelf:
@@ -136,8 +150,12 @@ class VolumeShelf:
         """``config``: options of the node; ``room``: of its drives."""
         self._config, self._room = config, room
         self._lock = room.lock
+        self._sharing = threading.Lock()
+        """Held before the other lock, while a volume that sets share is opened or closed."""
         self._hanging: set[UUID] = set()
         """Volumes that were closed while their I/O had not ended; it holds their locks."""
+        self._shared: dict[UUID, _SharedFile] = {}
+        """Volumes that sets share now."""
 
     def check(self) -> None:
         """Check that this node takes volumes.
@@ -193,7 +211,7 @@ class VolumeShelf:
                 return UUID(path.read_text(encoding="ascii").strip())
             except FileNotFoundError:
                 name = uuid4()
-                _write(path, str(name).encode())
+                write_small(path, str(name).encode())
                 return name
             except (OSError, ValueError) as error:
                 raise StoreError(
@@ -207,6 +225,8 @@ class VolumeShelf:
         nbytes: Sequence[int],
         model: str,
         deadline_s: float,
+        *,
+        shared: bool = False,
     ) -> VolumeSet:
         """Open the volumes of a rank, and make those that are not there.
 
@@ -218,6 +238,7 @@ class VolumeShelf:
             nbytes: Size of each.
             model: Name of the engine's model.
             deadline_s: Of the engine's requests.
+            shared: Whether other sets may have them, too.
 
         Raises:
             ConfigError: the node takes no volumes, or a drive has not the room.
@@ -233,10 +254,16 @@ class VolumeShelf:
             for number, (name, size) in enumerate(zip(names, nbytes, strict=True)):
                 device = None
                 if name is not None:
-                    device = self._open_unless_hanging(number, UUID(bytes=name), size, model)
+                    of_one = self._open_shared if shared else self._open_unless_hanging
+                    device = of_one(number, UUID(bytes=name), size, model)
                 if device is not None:
                     stack.callback(device.close)
+                    if shared and name is not None:
+                        stack.callback(self._leave_shared, UUID(bytes=name), hangs=False)
                 opened.append(device)
+            held = [
+                None if device is None else name for name, device in zip(names, opened, strict=True)
+            ]
             found = VolumeSet(
                 tuple(opened),
                 tuple(
@@ -247,13 +274,63 @@ class VolumeShelf:
                 self._config,
                 # The engine hears of a drive that hangs before it gives up the session.
                 min(self._config.io.deadline, deadline_s / 2),
-                functools.partial(self._closed, names),
+                functools.partial(self._closed, held, shared),
+                shared,
             )
             stack.pop_all()
         return found
 
-    def _closed(self, names: Sequence[bytes | None], hanging: Collection[int]) -> None:
+    def _open_shared(self, number: int, name: UUID, nbytes: int, model: str) -> OpenDevice | None:
+        """A duplicate of a volume that sets share, with one more user; None: see above."""
+        with self._sharing:
+            file = self._shared.get(name)
+            if file is None:
+                device = self._open_unless_hanging(number, name, nbytes, model)
+                if device is None:
+                    return None
+                file = self._shared[name] = _SharedFile(device)
+            duplicate = dataclasses.replace(file.device, fd=os.dup(file.device.fd))
+            file.users += 1
+        return duplicate
+
+    def _leave_shared(self, name: UUID, *, hangs: bool) -> None:
+        """A set has no more use of a volume; its I/O may hang."""
+        with self._sharing:
+            file = self._shared[name]
+            file.users -= 1
+            file.hangs |= hangs
+            if file.users:
+                return
+            del self._shared[name]
+            if file.hangs:
+                with self._lock:
+                    self._hanging.add(name)
+            else:
+                unlock_file(file.device.fd)
+            file.device.close()
+
+    def shared_directory(self, fingerprint: bytes) -> Path:
+        """Directory of the first volume that engines of one fingerprint share.
+
+        Raises:
+            ConfigError: there is none, so that no worker of them has opened it.
+            StoreError: the drive cannot be used.
+        """
+        name = shared_volume(self._name(0).bytes, fingerprint, 0)
+        directory = self._directory(0) / str(name)
+        if not directory.is_dir():
+            raise ConfigError(f"there is no volume {name}: workers open theirs first")
+        return directory
+
+    def _closed(
+        self, names: Sequence[bytes | None], shared: bool, hanging: Collection[int]
+    ) -> None:
         """A set of these volumes is closed, and the I/O of some drives goes on."""
+        if shared:
+            for drive, name in enumerate(names):
+                if name is not None:
+                    self._leave_shared(UUID(bytes=name), hangs=drive in hanging)
+            return
         with self._lock:
             for drive in hanging:
                 if (name := names[drive]) is not None:
@@ -297,7 +374,7 @@ class VolumeShelf:
                 )
                 if new:
                     try:
-                        _write(directory / _ABOUT, msgspec.json.encode(_About(model)))
+                        write_small(directory / _ABOUT, msgspec.json.encode(_About(model)))
                     except BaseException:
                         device.close()
                         raise
@@ -384,7 +461,7 @@ def _status(path: Path, name: UUID, drive: str, is_open: bool) -> VolumeStatus:
     )
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_small(path: Path, data: bytes) -> None:
     """Make a small file, whole. Blocks on I/O.
 
     Raises:

@@ -1,0 +1,363 @@
+"""Slots of volumes that engines share, on a real node: who may write one, and who reads it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import UUID
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.kit.waiting import until
+from tests.node.test_volumes import DEADLINE_S, VOLUME, Host
+from vllm_ssdkv.base.errors import NodeError, StoreError, StoreFullError
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.node.client.node_existence import NodeExistence
+from vllm_ssdkv.node.client.node_link import NodeLink
+from vllm_ssdkv.node.client.session import Peer
+from vllm_ssdkv.node.client.shared_slots import SharedSlots
+from vllm_ssdkv.node.client.volume_link import VolumeLink
+from vllm_ssdkv.node.protocol.address import Address
+from vllm_ssdkv.node.protocol.messages import StoreSpec, StoreStatus, shared_volume
+from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState
+from vllm_ssdkv.store.memory.arena import Arena
+
+SLOTS = 8
+SPEC = StoreSpec({"model": "a model"}, 2, 4096, 1, 32, "a model", "a model", SLOTS, b"so they lie")
+
+
+def key(number: int) -> bytes:
+    return hashlib.blake2b(str(number).encode(), digest_size=32).digest()
+
+
+class Sharer:
+    """An engine: its worker, which has the volumes, and its scheduler."""
+
+    def __init__(self, address: str, run: str, spec: StoreSpec = SPEC):
+        peer = Peer(Address.parse(address), None, "volume", run)
+        self.arena = Arena(1 << 20)
+        self.worker = VolumeLink(peer, Counters(), "a model", DEADLINE_S, shared=True)
+        drives = self.worker.start()
+        digest = Fingerprint(spec.fingerprint).digest
+        self.names = [shared_volume(drive.name, digest, 0) for drive in drives]
+        names = [name.bytes for name in self.names]
+        self.worker.open(names, [VOLUME] * len(names), self.arena.view(0, self.arena.nbytes))
+        peer = Peer(Address.parse(address), None, "scheduler", run, store=spec)
+        self.link = NodeLink(peer, Counters(), with_bytes=False)
+        try:
+            self.link.start()
+        except BaseException:
+            self.worker.close(DEADLINE_S)
+            raise
+        member = NodeExistence(self.link, Counters(), SLOTS)
+        self.slots = SharedSlots(member, address, Counters(), SlotIndex(1, None))
+
+    def store(self, *numbers: int) -> list[int]:
+        """Store blocks, and have them found; their slots, which stay pinned."""
+        self.slots.obtain(len(numbers))
+        self.slots.reserve(len(numbers))
+        slots = self.slots.allocate(len(numbers), reserved=True)
+        for slot, number in zip(slots.tolist(), numbers, strict=True):
+            assert self.slots.publish(slot, key(number))
+        self.slots.durable(slots)
+        self.settle()
+        return [int(slot) for slot in slots]
+
+    def settle(self) -> None:
+        """Return when the node has done what it was told."""
+        self.find(-1)
+
+    def find(self, *numbers: int) -> list[int]:
+        """Slots of the longest prefix of these blocks."""
+        self.slots.step()
+        return [int(slot) for slot in self.slots.lookup([key(number) for number in numbers])]
+
+    def read(self, *numbers: int) -> list[int]:
+        """Slots of these blocks, pinned."""
+        found = self.find(*numbers)
+        self.slots.pin(np.array(found))
+        self.settle()
+        return found
+
+    def let_go(self, slots: list[int]) -> None:
+        self.slots.unpin(np.array(slots))
+        self.settle()
+
+    def close(self) -> None:
+        self.slots.close()
+        self.worker.close(DEADLINE_S)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    made = Host(tmp_path)
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def sharers(host: Host) -> Iterator[tuple[Sharer, Sharer]]:
+    made = Sharer(host.address, "one"), Sharer(host.address, "two")
+    yield made
+    for sharer in made:
+        sharer.close()
+
+
+def status(host: Host) -> StoreStatus:
+    assert host.node is not None
+    return host.node.status().stores[0]
+
+
+def room(sharer: Sharer) -> int:
+    """Slots that an engine may have for new blocks."""
+    for count in range(SLOTS, 0, -1):
+        sharer.slots.obtain(count)
+        if sharer.slots.available() == count:
+            sharer.slots.step()
+            sharer.slots.step()
+            return count
+    return 0
+
+
+def test_a_block_is_found_by_all_when_it_is_written(sharers: tuple[Sharer, Sharer]) -> None:
+    writer, reader = sharers
+    writer.slots.obtain(2)
+    writer.slots.reserve(2)
+    slots = writer.slots.allocate(2, reserved=True)
+    assert all(writer.slots.publish(slot, key(i)) for i, slot in enumerate(slots.tolist()))
+    assert writer.slots.find(key(0)) == slots[0], "requests of one engine share it at once"
+    assert reader.find(0, 1) == []
+    writer.slots.durable(slots)
+    writer.settle()
+    assert reader.find(0, 1, 2) == slots.tolist()
+    epochs = [sharer.slots.epochs(slots).tolist() for sharer in sharers]
+    assert epochs[0] == epochs[1]
+
+
+def test_a_slot_has_one_writer(sharers: tuple[Sharer, Sharer]) -> None:
+    first, second = sharers
+    mine, other = first.store(0, 1, 2), second.store(3, 4)
+    assert not set(mine) & set(other)
+    # What the other engine says of a slot that it has not been granted changes nothing.
+    session = second.link.session
+    assert session is not None
+    first.slots.obtain(1)
+    first.slots.reserve(1)
+    slot = first.slots.allocate(1, reserved=True)
+    second.slots.members[0].publish(slot, [key(9)])
+    assert second.find(9) == []
+    assert first.slots.publish(int(slot[0]), key(5))
+    first.slots.durable(slot)
+    first.settle()
+    assert second.find(5) == slot.tolist()
+
+
+def test_no_slot_is_taken_from_a_reader(host: Host, sharers: tuple[Sharer, Sharer]) -> None:
+    writer, reader = sharers
+    slots = writer.store(0, 1, 2)
+    assert reader.read(0, 1) == slots[:2]
+    writer.let_go(slots)
+    assert room(writer) == SLOTS - 2, "the third one may go"
+    assert writer.read(0, 1) == slots[:2]
+    reader.let_go(slots[:2])
+    assert room(reader) == SLOTS - 2, "each reader's claim counts"
+    assert reader.find(2) == []
+    writer.let_go(slots[:2])
+    assert until(lambda: status(host).pinned == 0)
+    assert room(reader) == SLOTS
+    assert writer.find(0) == []
+
+
+def test_claims_of_an_engine_end_with_it(host: Host, sharers: tuple[Sharer, Sharer]) -> None:
+    writer, reader = sharers
+    slots = writer.store(0, 1)
+    writer.slots.obtain(3)
+    writer.slots.reserve(3)
+    assert status(host).pinned == 5
+    assert reader.read(0) == slots[:1]
+    writer.close()
+    assert until(lambda: status(host).pinned == 1)
+    assert reader.find(0, 1) == slots
+    reader.slots.obtain(6)
+    assert reader.slots.available() == 6
+    reader.slots.step()
+    reader.slots.step()
+
+
+def test_the_last_writes_of_an_engine_end_before_its_claims(
+    host: Host, sharers: tuple[Sharer, Sharer]
+) -> None:
+    """A scheduler may be gone alone: its workers could still write into slots that it had."""
+    writer, _ = sharers
+    writer.slots.obtain(1)
+    before = writer.worker.session
+    assert before is not None
+    assert writer.link.session is not None
+    writer.link.session.end()
+    assert until(lambda: before.ended)
+    assert until(lambda: status(host).pinned == 0)
+    assert until(lambda: writer.worker.session not in (None, before))
+
+
+def test_a_restart_finds_what_was_written_and_knows_no_claims(
+    host: Host, sharers: tuple[Sharer, Sharer]
+) -> None:
+    writer, reader = sharers
+    slots = writer.store(0, 1)
+    epochs = writer.slots.epochs(np.array(slots)).tolist()
+    writer.slots.obtain(2)
+    writer.slots.reserve(2)
+    assert not writer.slots.take_loss()
+    host.stop()
+    assert until(writer.slots.take_loss)
+    assert writer.find(0) == []
+    host.start()
+    assert until(lambda: writer.link.session is not None and reader.link.session is not None)
+    assert status(host).pinned == 0
+    assert reader.find(0, 1) == slots
+    assert reader.slots.epochs(np.array(slots)).tolist() == epochs
+    assert writer.find(0, 1) == [], "its workers have still to forget what these slots were"
+    assert writer.slots.find(key(0)) is None
+    assert writer.slots.state(slots[0]) is SlotState.READY
+    with pytest.raises(StoreFullError):
+        writer.slots.allocate(1, reserved=True)
+    writer.slots.unreserve(2)
+    writer.let_go(slots)
+    assert writer.slots.state(slots[0]) is SlotState.FREE
+    assert writer.read(0, 1) == slots
+    assert status(host).pinned == 2
+    writer.let_go(slots)
+    assert status(host).pinned == 0
+    new = reader.store(7)
+    assert reader.slots.epoch(new[0]) > max(epochs)
+
+
+def test_slots_of_before_are_granted_when_workers_have_forgotten_them(
+    host: Host, sharers: tuple[Sharer, Sharer]
+) -> None:
+    writer, _ = sharers
+    slots = writer.store(*range(SLOTS))
+    host.stop()
+    host.start()
+    assert until(writer.slots.take_loss)
+    assert until(lambda: writer.link.session is not None)
+    writer.slots.obtain(1)
+    assert writer.slots.available() == 0
+    writer.let_go(slots)
+    assert status(host).pinned == 0
+    writer.slots.obtain(1)
+    assert writer.slots.available() == 1
+    writer.slots.computes_no_more("a request")
+    writer.settle()
+    assert status(host).pinned == 0
+
+
+def test_a_block_that_two_have_computed_is_stored_once(
+    host: Host, sharers: tuple[Sharer, Sharer]
+) -> None:
+    first, second = sharers
+    (slot,), (other,) = first.store(0), second.store(0)
+    assert slot != other
+    assert first.find(0) == second.find(0) == [slot]
+    second.let_go([other])
+    assert until(lambda: status(host).pinned == 1)
+    assert status(host).ready == 1
+
+
+def test_a_block_that_is_wrong_is_found_by_nobody(sharers: tuple[Sharer, Sharer]) -> None:
+    first, second = sharers
+    slots = first.store(0, 1)
+    assert second.read(0, 1) == slots
+    second.slots.drop(slots[0])
+    second.settle()
+    assert first.find(0, 1) == []
+    second.slots.step()
+    assert second.slots.find(key(0)) is None
+    assert second.slots.mask(np.array(slots[1:])) == (0, 1)
+    second.settle()
+    assert first.find(1) == []
+
+
+def test_a_request_waits_for_blocks_that_another_engine_computes(
+    sharers: tuple[Sharer, Sharer],
+) -> None:
+    first, second = sharers
+    keys = [key(0), key(1)]
+    assert not first.slots.awaits("a", keys, lambda: None)
+    assert second.slots.awaits("b", keys, lambda: None)
+    first.store(0, 1)
+    assert until(lambda: not second.slots.awaits("b", keys, lambda: None))
+    assert len(second.slots.lookup(keys)) == 2
+
+
+def test_a_reset_hides_what_is_stored_from_one_engine(sharers: tuple[Sharer, Sharer]) -> None:
+    first, second = sharers
+    (slot,) = first.store(0)
+    first.slots.forget_stored()
+    assert first.slots.find(key(0)) is None
+    assert first.find(0) == []
+    assert second.find(0) == [slot]
+    first.let_go([slot])
+    (anew,) = first.store(0)
+    assert second.find(0) == first.find(0) == [anew]
+
+
+def test_drives_that_are_gone_have_no_room(sharers: tuple[Sharer, Sharer]) -> None:
+    first, _ = sharers
+    first.slots.obtain(2)
+    first.slots.reserve(1)
+    first.slots.usable = lambda: False
+    assert first.slots.available() == 0
+    with pytest.raises(StoreFullError):
+        first.slots.reserve(1)
+    with pytest.raises(StoreFullError):
+        first.slots.allocate(1, reserved=True)
+    first.slots.usable = lambda: True
+    with pytest.raises(ValueError, match="unreserve 2 of 1"):
+        first.slots.unreserve(2)
+
+
+def test_engines_whose_slots_lie_otherwise_are_refused(
+    host: Host, sharers: tuple[Sharer, Sharer]
+) -> None:
+    for other in (
+        msgspec.structs.replace(SPEC, slots=SLOTS + 1),
+        msgspec.structs.replace(SPEC, layout=b"otherwise"),
+    ):
+        with pytest.raises(StoreError, match="slots of another engine lie otherwise"):
+            Sharer(host.address, "three", other)
+    for sharer in sharers:
+        sharer.close()
+    assert host.node is not None
+    assert until(lambda: not host.node or not host.node.status().stores)
+    with pytest.raises(StoreError, match="8 slots lie otherwise in the volume"):
+        Sharer(host.address, "three", msgspec.structs.replace(SPEC, layout=b"otherwise"))
+
+
+def test_volumes_that_are_shared_stay_locked_until_the_last_session_ends(
+    host: Host, sharers: tuple[Sharer, Sharer]
+) -> None:
+    first, second = sharers
+    name = UUID(bytes=first.names[0].bytes)
+
+    def open_alone() -> None:
+        peer = Peer(Address.parse(host.address), None, "volume", "alone")
+        link = VolumeLink(peer, Counters(), "a model", DEADLINE_S)
+        drives = link.start()
+        try:
+            link.open([name.bytes, None][: len(drives)], [VOLUME, 0], first.arena.view(0, 4096))
+        finally:
+            link.close(DEADLINE_S)
+
+    first.close()
+    with pytest.raises((StoreError, NodeError), match="in use"):
+        open_alone()
+    second.close()
+    assert host.node is not None
+    assert until(lambda: not host.node or not host.node.status().sessions)
+    open_alone()

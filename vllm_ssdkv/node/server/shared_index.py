@@ -1,0 +1,209 @@
+"""Index of the volumes that several engines in mode ``page`` share.
+
+Workers move the bytes themselves. The node says which slot holds which block, who may write a slot,
+and who reads it: a slot is granted to one session, which publishes it when all of its ranks have
+written it. It never changes from then on until nobody has pinned it and it is granted anew.
+
+The journal lies in the directory of the first volume. Grants and pins are in memory alone: a
+restart of the node knows of none.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+from uuid import UUID
+
+import msgspec
+import numpy as np
+
+from vllm_ssdkv.base.errors import ConfigError, FormatError, StoreFullError
+from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.node.protocol.messages import StoreSpec
+from vllm_ssdkv.node.server.claims import Claim
+from vllm_ssdkv.node.server.existence import Existence
+from vllm_ssdkv.node.server.leases import Lease, pairs_of
+from vllm_ssdkv.node.server.volumes import VolumeShelf, write_small
+from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.store.format.journal_record import JOURNAL
+from vllm_ssdkv.store.format.slot_geometry import I64
+from vllm_ssdkv.store.index.journal import Journal
+from vllm_ssdkv.store.index.slot_index import SlotIndex
+
+_ABOUT: Final = "shared.json"
+
+_LOCK_S: Final = 10.0
+"""Wait for a journal that a killed node has still to let go of, in seconds."""
+
+_NONE: Final = np.zeros(0, dtype=np.int64)
+
+
+class _About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Content of :data:`_ABOUT`.
+
+    Attributes:
+        slots: Slots of the volumes.
+        layout: How they lie there, as engines say it.
+        opened: How often the index was opened: epochs of slots that no journal knows are unique.
+    """
+
+    slots: int
+    layout: str
+    opened: int = 0
+
+
+class SharedIndex(Existence):
+    """Index of shared volumes.
+
+    Example:
+        index = SharedIndex(spec, shelf.shared_directory(fingerprint))
+        slots, epochs = index.grant(lease, 16)
+        index.publish(lease, slots, epochs, keys)
+    """
+
+    def __init__(self, spec: StoreSpec, directory: Path):
+        """Open the index. Blocks on I/O.
+
+        Raises:
+            ConfigError: slots lie otherwise in the volumes.
+            StoreError: it cannot be opened.
+        """
+        super().__init__()
+        self.spec, self.path, self.counters = spec, str(directory), Counters()
+        opened = _count_opening(directory / _ABOUT, spec)
+        journal = Journal(
+            directory / JOURNAL,
+            store=UUID(directory.name),
+            fingerprint=Fingerprint(spec.fingerprint).digest,
+            num_slots=spec.slots,
+            lock_timeout_s=_LOCK_S,
+        )
+        self._index = SlotIndex(spec.slots, journal, open_number=opened)
+
+    def grant(self, lease: Lease, count: int) -> tuple[I64, I64]:
+        """Slots for a session to write, [count], or none, and their epochs."""
+        with self._lock:
+            try:
+                slots = self._index.allocate(count)
+            except StoreFullError:
+                return _NONE, _NONE
+            epochs = self._index.epochs(slots)
+            pairs = pairs_of(slots, epochs)
+            for slot, epoch in pairs:
+                self._claims.add(Claim(slot, epoch, b"", lease.run))
+            lease.add(pairs)
+            return slots, epochs
+
+    def publish(self, lease: Lease, slots: I64, epochs: I64, keys: Sequence[bytes]) -> None:
+        """Every rank of a session has written these slots: have them found, also after a restart.
+
+        Slots that were not granted to the session so are left out.
+        """
+        found = []
+        with self._lock:
+            now = time.monotonic()
+            for (slot, epoch), key in zip(pairs_of(slots, epochs), keys, strict=True):
+                self._chains.claimed(key, now)
+                claim = self._claims.find(slot, epoch)
+                if claim is None or not lease.holds(slot, epoch):
+                    continue
+                older = self._index.find(key)
+                if older is not None and not self._is_there(lease, older):
+                    # This session has computed it anew: from here on for everybody.
+                    self._drop([(older, self._index.epoch(older))], "engine")
+                self._claims.remove(claim)
+                if self._index.publish(slot, key):
+                    found.append(slot)
+            self._index.durable(np.array(found, dtype=np.int64))
+
+    def close(self) -> None:
+        """Make the journal durable. Blocks."""
+        with self._lock:
+            self._index.close(_LOCK_S)
+
+
+def _count_opening(path: Path, spec: StoreSpec) -> int:
+    """Number of this opening.
+
+    Raises:
+        ConfigError: the slots lie otherwise.
+        StoreError: the file cannot be read or written.
+    """
+    wanted = _About(spec.slots, spec.layout.hex())
+    try:
+        known = msgspec.json.decode(path.read_bytes(), type=_About)
+    except FileNotFoundError:
+        known = wanted
+    except (OSError, msgspec.DecodeError) as error:
+        raise FormatError(
+            f"{path} cannot be read ({error}): remove the volume {path.parent.name} (`ssdkv node "
+            "volumes`), and what it holds is computed again"
+        ) from error
+    if (known.slots, known.layout) != (wanted.slots, wanted.layout):
+        raise ConfigError(
+            f"share_contexts: {known.slots} slots lie otherwise in the volume {path.parent.name} "
+            f"than {wanted.slots} of this engine do: give all engines the same options, or remove "
+            "the volume (`ssdkv node volumes`)"
+        )
+    known = msgspec.structs.replace(known, opened=known.opened + 1)
+    write_small(path, msgspec.json.encode(known))
+    return known.opened
+
+
+class SharedIndexes:
+    """Indexes of shared volumes that schedulers use now. Any thread may call; methods block on I/O.
+
+    Example:
+        shared = SharedIndexes(shelf)
+        index = shared.take(spec)
+        shared.give_back(index)
+    """
+
+    def __init__(self, shelf: VolumeShelf):
+        self._shelf = shelf
+        self._lock = threading.Lock()
+        self._open: dict[bytes, SharedIndex] = {}
+        self._users: dict[bytes, int] = {}
+
+    def take(self, spec: StoreSpec) -> SharedIndex:
+        """The index that an engine asks for, which is opened if need be; :meth:`give_back` it.
+
+        Raises:
+            ConfigError: slots lie otherwise in the volumes, or there are none.
+            StoreError: it cannot be opened.
+        """
+        name = Fingerprint(spec.fingerprint).digest
+        with self._lock:
+            index = self._open.get(name)
+            if index is None:
+                index = SharedIndex(spec, self._shelf.shared_directory(name))
+                self._open[name], self._users[name] = index, 0
+            elif (index.spec.slots, index.spec.layout) != (spec.slots, spec.layout):
+                raise ConfigError(
+                    "share_contexts: slots of another engine lie otherwise in the volumes: give "
+                    "all engines the same options"
+                )
+            self._users[name] += 1
+            return index
+
+    def give_back(self, index: SharedIndex) -> None:
+        """A user of an index has gone; the last one closes it."""
+        name = Fingerprint(index.spec.fingerprint).digest
+        with self._lock:
+            self._users[name] -= 1
+            if not self._users[name]:
+                del self._open[name], self._users[name]
+                index.close()
+
+    def indexes(self) -> list[SharedIndex]:
+        """Indexes that are open."""
+        with self._lock:
+            return list(self._open.values())
+
+    def close(self) -> None:
+        """Close those whose users did not end in time."""
+        for index in self.indexes():
+            index.close()
