@@ -15,7 +15,7 @@ from vllm.lora.request import LoRARequest
 
 from tests.kit.node import NodeProcess
 from tests.kit.waiting import until
-from tests.secondary_tier.rig import CHUNK_BYTES, Engine, content, key_of, running
+from tests.secondary_tier.rig import CHUNK_BYTES, Engine, content, key_of, request_of, running
 from vllm_ssdkv.node.protocol.credentials import make_keys
 from vllm_ssdkv.node.server.daemon import Node
 
@@ -53,7 +53,11 @@ def test_each_engine_finds_what_the_other_stored(
     with two(settings, nodes=[str(node.addresses[0])], **options) as (one, other):
         context = one.begin()
         assert one.looked_up(KEYS[:12], context) == []
+        named = other.arrive(request_of("a name"))
+        assert other.stored(KEYS, named) == set()
+        other.end(named)
         one.compute(range(12))
+        assert other.stored(KEYS, other.arrive(request_of("a name"))) == set(range(12))
         other.compute(range(6, 24))
         for engine in (one, other):
             assert engine.recovered(range(24)) == list(range(24))
@@ -61,7 +65,12 @@ def test_each_engine_finds_what_the_other_stored(
         assert other.tier.chunks.counters.total("slots_stored") == 12
         # A request keeps what it was told: vLLM's scheduler has counted on it.
         assert one.stored(KEYS[:12], context) == set()
-        assert one.stored(KEYS[:12], one.begin(lora=LoRARequest("an adapter", 1, "/none"))) == set()
+        adapted = one.begin(lora=LoRARequest("an adapter", 1, "/none"))
+        assert one.stored(KEYS[:12], adapted) == set()
+        one.store([key_of(30)], adapted)
+        one.settle()
+        assert one.tier.chunks.counters.total("stores_skipped", cause="unknown") == 1
+        assert other.stored([key_of(30)]) == set()
 
 
 def test_chunks_belong_to_weights_and_end_with_a_reset(
@@ -148,7 +157,9 @@ def test_damage_on_a_node_is_named_chunk_by_chunk(
     good = [number for number in range(24) if number not in BAD]
     with two(settings, nodes=[str(node.addresses[0])]) as (one, other):
         assert one.stored(KEYS) == set(range(24))
-        assert one.recovered(range(24)) == good
+        context = one.begin()
+        assert one.looked_up(KEYS, context) == [KEYS[number] for number in good]
+        assert one.stored(KEYS, context) == set(good)
         assert other.recovered(range(24)) == good
         assert one.tier.chunks.counters.total("load_failures") >= 1
         one.compute(range(24))

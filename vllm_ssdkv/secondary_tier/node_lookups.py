@@ -76,9 +76,8 @@ class NodeLookups:
     def _take(self) -> None:
         while not self._told.empty():
             for request, key, found in self._told.get():
-                answers = self._answers.get(request, {})
-                if key in answers and answers[key] is None:
-                    answers[key] = found
+                if request in self._answers:
+                    self._answers[request][key] = found
 
     # ---- the thread ----
 
