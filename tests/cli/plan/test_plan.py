@@ -93,6 +93,8 @@ def test_vllm_takes_the_command_of_a_way_near_storage(
     kind = None if options.offload is None else options.offload.kind
     assert ("offload" in text) == (kind is not None)
     assert kind is None or f"offload {kind}" in text
+    if options.offload is not None and kind == "fpga":
+        assert (options.offload.backend, options.offload.xclbin) == ("xrt", "/srv/k.xclbin")
     assert bool(options.nodes) == more.startswith("nodes")
 
 
@@ -268,6 +270,8 @@ def test_this_machine_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["machine"]["drives"] == 1
+    reached = found["machine"]["efficiency"]
+    assert [reached[name] for name in ("gpu_bandwidth", "gpu_flops", "links", "drives")] == [1] * 4
     assert found["best"]["life_years"] is not None
     options = found["kv_transfer_config"]["kv_connector_extra_config"]
     (device,) = options["devices"]
@@ -289,6 +293,8 @@ def test_a_gpu_is_known_by_the_drivers_name(
     found = json.loads(run("llama-3.1-8b", *where, "--prompt", "4096").stdout)
     assert (found["machine"]["gpu"], found["machine"]["gpus"]) == ("h100-80", 2)
     assert "--tensor-parallel-size 2" in found["command"]
+    reached = found["machine"]["efficiency"]
+    assert (reached["gpu_bandwidth"], reached["drives"]) == (0.896, 1.0)
     program.write_text("#!/bin/sh\necho 'NVIDIA GeForce 256'\n")
     result = run("llama-3.1-8b", *where)
     assert "gpu: 'NVIDIA GeForce 256' is not described" in result.stderr.splitlines()[-1]

@@ -18,10 +18,11 @@ KiB = 33.55 GB lie outside of HBM, and a step has 13.9 ms of weights and vLLM's 
 
 - host, all in 64 GiB of DRAM: cores at 0.66 x 200 = 132 GB/s and the link at 0.85 x 32 = 27.2 end
   together: 33.55 GB / 159.2 GB/s = 210.7; 32 layers wait 85 us: 2.7.
-- host, 4 GiB: frames hold 4.21 of 34.62 GB, so drives read 29.34 GB / (0.95 x 27.6 GB/s) = 1119.1.
+- host, 4 GiB: frames hold 4.21 of 34.62 GB, so drives read 29.34 GB / (0.95 x 27.6 GB/s) = 1119.1;
+  what the GPU attends to is read ahead, which hides the weights, and 2.7 remains.
 - FPGA, all in DRAM: likewise 33.55 GB / (11.6 + 27.2 GB/s) = 864.7, and 2.7.
 - nodes without attention: the engine's port is half of theirs, so 29.34 GB / 3.125 GB/s = 9389.3;
-  32 layers wait 0.412 ms, read ahead: hidden.
+  the first of 32 layers is read at 6.25 GB/s before it crosses: 146.7.
 - nodes with attention: 29.34 GB / (2 x 2 x 0.95 x 0.97 x 6.9 GB/s) = 1153.6; 32 x 0.412 = 13.2.
 - X, 4 requests of OPT-13B (4 x 15,616 tokens x 800 KiB = 51.17 GB outside of HBM) on an H100:
   frames hold 17.08 of 54.53 GB, so 0.666 is read; storage brings 26.22 / 0.666 = 39.4 GB/s, the
@@ -86,9 +87,9 @@ NODES: dict[str, Any] = {
 }
 NEAR: list[tuple[str, str, str, dict[str, Any], Choice, float]] = [
     ("llama-3.1-8b", "a100-40", "64GiB", HOST, Choice("page", batch=8, offload="host"), 227.3),
-    ("llama-3.1-8b", "a100-40", "4GiB", HOST, Choice("page", batch=8, offload="host"), 1135.7),
+    ("llama-3.1-8b", "a100-40", "4GiB", HOST, Choice("page", batch=8, offload="host"), 1121.8),
     ("llama-3.1-8b", "a100-40", "64GiB", CARD, Choice("page", batch=8, offload="fpga"), 881.3),
-    ("llama-3.1-8b", "a100-40", "4GiB", {"nodes": NODES}, Choice("page", batch=8), 9403.2),
+    ("llama-3.1-8b", "a100-40", "4GiB", {"nodes": NODES}, Choice("page", batch=8), 9549.9),
     (
         *("llama-3.1-8b", "a100-40", "4GiB", {"nodes": NODES}),
         *(Choice("page", batch=8, offload="node"), 1180.7),
@@ -109,8 +110,10 @@ def test_a_way_near_storage_by_hand(
     prompt = "16384" if name == "opt-13b" else "32768"
     sizing = Sizing(model, of_lengths(prompt, "512", at_a_time=way.batch, found=0), on)
     found = sizing.forecast(way)
-    # Layers begin and end with work that hides nothing, and nothing hides.
-    assert 1000 * found.step_s == pytest.approx(step_ms, rel=0.03)
+    # With X, a layer's device begins only behind the projection of the layer before.
+    assert 1000 * found.step_s == pytest.approx(step_ms, rel=0.03 if way.x else 0.01)
+    # Drives read nothing of frames.
+    assert (found.read_bytes_per_s == 0) == (dram == "64GiB")
 
 
 def test_a_hit_from_nodes_by_hand() -> None:

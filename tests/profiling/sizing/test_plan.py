@@ -474,6 +474,10 @@ def test_memory_for_x_is_not_vllms() -> None:
     on = machine(gpu="h100-80", dram=16 * GIB, dram_bandwidth=200e9)
     given = replace(sizing(), model=opt, machine=on)
     found = best_of(given, [Choice("page", batch=4, offload="host", x=True)], Wish())
+    large = Choice("page", batch=4, offload="host", chunk=38_000)
+    assert given.forecast(large).step_s
+    with pytest.raises(BoundError, match="HBM for windows and a chunk of a prompt"):
+        given.forecast(replace(large, x=True))
     nbytes = (4 * 16 + found.choice.chunk) * 5120 * 2 * 40
     command = serve_command(given, found, "m")
     told = float(command.split("--gpu-memory-utilization ")[1].split()[0])
