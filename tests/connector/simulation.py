@@ -442,6 +442,11 @@ class Simulation:
             rank.broken.update(slots[rank.placement.touches(device, slots)].tolist())
             rank.report.lost_devices.append(device)
 
+    def return_device(self, device: int) -> None:
+        """It is there again, with wrong bytes."""
+        for rank in self.ranks:
+            rank.report.returned_devices.append(device)
+
     def step(self) -> SSDKVMetadata | None:
         """One turn of the engine core's loop; the plan, if a step was scheduled."""
         plan = None

@@ -119,7 +119,8 @@ class Turmoil:
         for rank in self.run.ranks:
             rank.streams = self.times.random() < 0.5
         self.faults = 6 if faulty else 0
-        self.lost = False
+        self.lost: list[int] = []
+        """Device that was lost, if one was."""
         self.full = 3
         """Steps that may still find DRAM full. With the other faults they cannot be more than a
         request survives without getting further."""
@@ -136,6 +137,8 @@ class Turmoil:
             event(number)
         for rank in self.run.ranks:
             rank.no_frames = 0
+        for device in self.lost:  # who needs more slots than the other has waits for it
+            self.run.return_device(device)
         self.run.run()
         self.run.check_answers(name for name in self.run.requests if name not in self.aborted)
         self.run.check_idle()
@@ -196,8 +199,8 @@ class Turmoil:
         elif kind == "pause":
             rank.pause_writes()
         elif kind == "lose" and not self.lost:
-            self.lost = True
-            self.run.lose_device(self.random.randrange(2))
+            self.lost = [self.random.randrange(2)]
+            self.run.lose_device(self.lost[0])
 
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["sync", "async"])
