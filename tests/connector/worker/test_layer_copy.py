@@ -527,9 +527,10 @@ class Device:
 
 
 def test_devices_forget_a_step_whose_forward_pass_failed(worker: SSDKVWorker) -> None:
-    attends: Any = Device(3)
+    attends: Any = Device(9)
     worker.page_mode.offloader = attends
     worker.begin(plan(1, 3))
+    assert attends.kept == {9}
     worker.give_up()
     assert attends.kept == set()
 
