@@ -21,7 +21,13 @@ from vllm_ssdkv.node.client.session import Peer
 from vllm_ssdkv.node.client.shared_slots import SharedSlots
 from vllm_ssdkv.node.client.volume_link import VolumeLink
 from vllm_ssdkv.node.protocol.address import Address
-from vllm_ssdkv.node.protocol.messages import StoreSpec, StoreStatus, shared_volume
+from vllm_ssdkv.node.protocol.messages import (
+    Publish,
+    StoreSpec,
+    StoreStatus,
+    pack,
+    shared_volume,
+)
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState
 from vllm_ssdkv.store.memory.arena import Arena
@@ -149,7 +155,7 @@ def test_a_slot_has_one_writer(sharers: tuple[Sharer, Sharer]) -> None:
     first.slots.obtain(1)
     first.slots.reserve(1)
     slot = first.slots.allocate(1, reserved=True)
-    second.slots.members[0].publish(slot, [key(9)])
+    session.tell(Publish(pack(slot), pack(first.slots.epochs(slot)), key(9)))
     assert second.find(9) == []
     assert first.slots.publish(int(slot[0]), key(5))
     first.slots.durable(slot)
@@ -255,6 +261,16 @@ def test_slots_of_before_are_granted_when_workers_have_forgotten_them(
     writer.slots.computes_no_more("a request")
     writer.settle()
     assert status(host).pinned == 0
+
+
+def test_slots_that_a_request_needs_no_more_go_back(
+    host: Host, sharers: tuple[Sharer, Sharer]
+) -> None:
+    writer, _ = sharers
+    writer.slots.obtain(3)
+    writer.slots.reserve(3)
+    writer.slots.unreserve(2)
+    assert until(lambda: status(host).pinned == 1)
 
 
 def test_a_block_that_two_have_computed_is_stored_once(
