@@ -52,6 +52,7 @@ def decoded(
     selector: SelectorName,
     store: Path,
     launches: str,
+    steps: int = STEPS,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Logits of steps behind two prompts, with tokens that do not depend on them, and what rows
     chose in them. The last step is timed, and thus never one graph."""
@@ -60,7 +61,7 @@ def decoded(
     with PagedDecoder(model, config_of(selector, budget=0.85), ROOM, store, durable=False) as one:
         for name, count in zip("ab", PROMPTS, strict=True):
             one.prefill(name, torch.randint(0, 256, (count,), generator=draw).tolist())
-        for _ in range(STEPS):
+        for _ in range(steps):
             ids = torch.randint(0, 256, (2,), generator=draw)
             found.append(one.step(["a", "b"], ids).clone())
             assert one.passes.launches == launches
@@ -84,11 +85,13 @@ def test_one_graph_decodes_all_steps(
     """
     shape = small_config("llama", layers=2, head_size=16)
     model: Any = make_model(shape, CPU, torch.float32)
+    by_codes = selector in ("codes", "adaptive")
+    steps = 2 if by_codes else STEPS  # the interpreter takes long for them
     with monkeypatch.context() as host:
-        if selector in ("codes", "adaptive"):
+        if by_codes:
             host.setattr(selector_registry, "select_scoring_kernels", TritonScoringKernels)
             host.setattr(paged_step.DecodePlan, "of", lambda *_: None)
-        want, chosen = decoded(model, selector, tmp_path / "native", "one by one")
+        want, chosen = decoded(model, selector, tmp_path / "native", "one by one", steps)
     graphs: list[Recorded] = []
 
     def new() -> Recorded:
@@ -97,7 +100,8 @@ def test_one_graph_decodes_all_steps(
 
     monkeypatch.setattr(forward, "graphs_of", lambda _: new)
     monkeypatch.setattr(decoder, "events_of", lambda _: Passed)
-    got, counted = decoded(model, selector, tmp_path / "captured", "one CUDA graph a step")
+    launches = "one CUDA graph a step"
+    got, counted = decoded(model, selector, tmp_path / "captured", launches, steps)
     assert len(graphs) == 1 + PIECES
     layer = ["_store", "_attend", *SCORED.get(selector, []), "_resolve", "_attend"]
     names = [f"{name}_kernel" for name in ["_match", *[*layer, "_merge"] * 2]]
