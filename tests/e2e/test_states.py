@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.e2e.drafters import ngram
 from tests.e2e.models import prompts
 from tests.e2e.workload import reuse_mode
 from tests.faults import set_faults
@@ -184,3 +185,12 @@ def test_many_requests_at_a_time(model: Path, devices: Devices) -> None:
             engine.settle()
             engine.assert_nothing_held()
     assert [a.cached for a in got] == HITS
+
+
+def test_drafts_beside_states_fail_in_vllm_itself(model: Path) -> None:
+    """Without our connector: with drafts vLLM moves states by a Triton kernel, and its CPU build
+    has none. Once this fails, ``model_layout`` may serve drafts beside states."""
+    with start(model, None, speculative_config=ngram()) as engine:
+        with pytest.raises(TypeError, match="subscriptable") as failed:
+            engine.answers(PROMPTS[:1])
+        assert failed.traceback[-1].path.name == "mamba_utils.py"
