@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import UUID
@@ -13,6 +14,7 @@ import pytest
 
 from tests.kit.waiting import until
 from tests.node.test_volumes import DEADLINE_S, VOLUME, Host
+from tests.store.placement.test_rebalancer import GEOMETRY, Saver
 from vllm_ssdkv.base.errors import NodeError, StoreError, StoreFullError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.node.client.node_existence import NodeExistence
@@ -28,9 +30,14 @@ from vllm_ssdkv.node.protocol.messages import (
     pack,
     shared_volume,
 )
+from vllm_ssdkv.node.server import volume_link
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState
 from vllm_ssdkv.store.memory.arena import Arena
+from vllm_ssdkv.store.own_store import OwnStore
+from vllm_ssdkv.store.placement.placement import Placement
+from vllm_ssdkv.store.placement.rebalancer import Rebalancer
+from vllm_ssdkv.store.placement.segments import arrange
 
 SLOTS = 8
 SPEC = StoreSpec({"model": "a model"}, 2, 4096, 1, 32, "a model", "a model", SLOTS, b"so they lie")
@@ -179,6 +186,89 @@ def test_no_slot_is_taken_from_a_reader(host: Host, sharers: tuple[Sharer, Share
     assert writer.find(0) == []
 
 
+def test_a_slot_that_was_written_anew_before_its_pin_is_not_taken_for_what_it_was(
+    sharers: tuple[Sharer, Sharer],
+) -> None:
+    """Workers know slots by number: they would give a request what the slot held before."""
+    writer, reader = sharers
+    (slot,) = writer.store(0)
+    writer.let_go([slot])
+    assert reader.find(0) == [slot]
+    numbers = range(10, 10 + SLOTS)
+    new = numbers[writer.store(*numbers).index(slot)]
+    assert reader.slots.lookup([key(new)]).tolist() == [slot]
+    assert reader.slots.lookup([key(0)]).tolist() == [], "in the same step"
+    reader.slots.step()
+    reader.slots.lookup([key(new)])
+    reader.slots.pin(np.array([slot]))
+    writer.slots.drop(slot)
+    writer.let_go([slot])
+    reader.let_go([slot])
+    assert writer.store(20) == [slot]
+    assert reader.find(20) == [slot]
+    assert reader.slots.find(key(20)) == slot
+
+
+def test_a_pin_that_came_too_late_hides_what_the_slot_holds_now(
+    sharers: tuple[Sharer, Sharer],
+) -> None:
+    writer, reader = sharers
+    (slot,) = writer.store(0)
+    writer.let_go([slot])
+    assert reader.find(0) == [slot]
+    numbers = range(10, 10 + SLOTS)
+    new = numbers[writer.store(*numbers).index(slot)]
+    reader.slots.pin(np.array([slot]))
+    reader.settle()
+    assert reader.find(new) == []
+    assert reader.slots.find(key(new)) is None, "no context gets it either"
+    assert reader.slots.state(slot) is SlotState.READY
+    reader.let_go([slot])
+    assert reader.slots.state(slot) is SlotState.FREE
+    assert reader.read(new) == [slot]
+
+
+def test_a_session_may_end_between_look_up_and_reservation(
+    sharers: tuple[Sharer, Sharer],
+) -> None:
+    first, _ = sharers
+    first.slots.obtain(2)
+    assert first.link.session is not None
+    first.link.session.end()
+    assert first.slots.lookup([key(0)]).tolist() == []
+    first.slots.reserve(2)
+    with pytest.raises(StoreFullError):
+        first.slots.allocate(1, reserved=True)
+    assert first.slots.take_loss()
+    first.slots.unreserve(2)
+    with pytest.raises(StoreFullError):
+        first.slots.reserve(1)
+
+
+def test_what_one_engine_cannot_reach_is_found_by_others(
+    sharers: tuple[Sharer, Sharer],
+) -> None:
+    first, second = sharers
+    slots = first.store(0, 1)
+    found = arrange(GEOMETRY, [], [1.0], [2 * SLOTS])
+    state, counters = SlotIndex(found.numbers, None), Counters()
+    placement = Placement(GEOMETRY, found.segments, 1)
+    rebalancer = Rebalancer(state, placement, [1.0], Saver(), counters)
+    own = OwnStore.of(first.slots, rebalancer, ["/a"], counters, whole=True)
+    first.slots.usable = lambda: False
+    own.unread.failed([(slot, -1) for slot in slots])
+    assert not own.unread.give_up()
+    first.settle()
+    assert first.slots.find(key(0)) is None
+    assert second.find(0, 1) == slots
+    assert counters.total("slots_dropped", cause="read_error") == 0
+    first.slots.usable = lambda: True
+    own.unread.failed([(slots[1], -1)])
+    first.settle()
+    assert second.find(0, 1) == slots[:1]
+    assert counters.total("slots_dropped", cause="read_error") == 1
+
+
 def test_claims_of_an_engine_end_with_it(host: Host, sharers: tuple[Sharer, Sharer]) -> None:
     writer, reader = sharers
     slots = writer.store(0, 1)
@@ -208,6 +298,27 @@ def test_the_last_writes_of_an_engine_end_before_its_claims(
     assert until(lambda: before.ended)
     assert until(lambda: status(host).pinned == 0)
     assert until(lambda: writer.worker.session not in (None, before))
+
+
+def test_workers_that_are_back_at_once_do_not_hold_up_the_end_of_claims(
+    host: Host, sharers: tuple[Sharer, Sharer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = volume_link.VolumeLink.close
+
+    def slowly(link: volume_link.VolumeLink) -> None:
+        time.sleep(1.0)  # as its last writes may take
+        ends(link)
+
+    monkeypatch.setattr(volume_link.VolumeLink, "close", slowly)
+    writer, _ = sharers
+    writer.slots.obtain(1)
+    before = writer.worker.session
+    assert before is not None
+    assert writer.link.session is not None
+    writer.link.session.end()
+    assert until(lambda: writer.worker.session not in (None, before), seconds=0.9)
+    assert status(host).pinned == 1
+    assert until(lambda: status(host).pinned == 0, seconds=4.0)
 
 
 def test_a_restart_finds_what_was_written_and_knows_no_claims(

@@ -108,7 +108,7 @@ class OwnStore:
             rebalancer,
             weights,
             WritePauses(rebalancer.placement, weights, whole=whole),
-            UnreadSlots(index, rebalancer, counters),
+            UnreadSlots(index, rebalancer, counters, shared=alone is None),
             alone,
             shared,
         )

@@ -57,9 +57,12 @@ class UnreadSlots:
         placement: Rebalancer,
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        shared: bool = False,
     ):
-        """``clock``: monotonic seconds."""
-        self._index, self._placement = index, placement
+        """``clock``: monotonic seconds; ``shared``: other engines have the slots, too, so that the
+        index alone says what becomes of them."""
+        self._index, self._placement, self._shared = index, placement, shared
         self._counters, self._clock = counters, clock
         self._due: dict[int, float] = {}
         """Instants at which slots are tried again, ascending."""
@@ -78,13 +81,13 @@ class UnreadSlots:
         if not held:
             return
         index, slots = self._index, np.array(held, dtype=np.int64)
-        if index.available() < len(held):
+        if index.available() < len(held) and not self._shared:
             index.drop(slots)
             self._counters.add("slots_dropped", len(held), cause="read_error")
             return
         _, dropped = index.mask(slots)
         self._counters.add("slots_dropped", dropped, cause="read_error")
-        for slot in held:
+        for slot in () if self._shared else held:
             self._due.pop(slot, None)
             self._due[slot] = self._clock() + RETRY_S
 

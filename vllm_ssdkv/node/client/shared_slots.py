@@ -48,6 +48,8 @@ class SharedSlots(RemoteIndex):
         self._node, self._session = member, member.session
         self._users: Counter[int] = Counter()
         """Pins of each slot by this engine, in this session."""
+        self._since: dict[int, int] = {}
+        """Epoch of each of these slots at its first pin."""
         self._old: Counter[int] = Counter()
         """Those of sessions that have ended. Workers may still have what such a slot held."""
         self._keys: dict[int, bytes] = {}
@@ -86,6 +88,7 @@ class SharedSlots(RemoteIndex):
         self._granted.clear()
         self._old.update(self._users)
         self._users.clear()
+        self._since.clear()
         self._keys.clear()
         self._published.clear()
 
@@ -121,8 +124,9 @@ class SharedSlots(RemoteIndex):
         return max(0, len(self._granted) - self._reserved) if self.usable() else 0
 
     def reserve(self, n: int) -> None:
-        """As :meth:`SlotIndex.reserve`."""
-        if n > self.available():
+        """As :meth:`SlotIndex.reserve`. Whom a session has left since :meth:`obtain` is sent back
+        with all others, and not refused here: nobody would listen."""
+        if n > self.available() and not self._lost:
             self._counts["refused"] += 1
             raise StoreFullError(f"{n} slots are to be reserved: {self.available()} are granted")
         self._reserved += n
@@ -143,7 +147,7 @@ class SharedSlots(RemoteIndex):
             raise StoreFullError(f"{n} slots are needed: {len(self._granted)} are granted")
         slots = [self._granted.pop() for _ in range(n)]
         self._reserved -= n if reserved else 0
-        self._users.update(slots)
+        self._use(slots)
         self._counts["allocated"] += n
         return np.array(slots, dtype=np.int64)
 
@@ -160,23 +164,39 @@ class SharedSlots(RemoteIndex):
         return np.zeros(0, dtype=np.int64)
 
     def mask(self, slots: I64) -> tuple[int, int]:
-        """Drop slots that cannot be read; as :meth:`SlotIndex.mask`."""
-        self.drop(slots)
-        return 0, len(slots)
+        """Drop slots that cannot be read; as :meth:`SlotIndex.mask`. Where this engine cannot use
+        the drives, others may: they go on to find them."""
+        if self.usable():
+            self.drop(slots)
+            return 0, len(slots)
+        for slot in slots.tolist():
+            self._forget_key(slot)
+        return len(slots), 0
 
     # ---- using ----
 
     def find(self, key: bytes) -> int | None:
         """Slot of a block that this engine uses, or that was found in this step. Asks nobody."""
         slot = self._published.get(key, super().find(key))
-        return None if slot in self._old else slot
+        return slot if slot is not None and self._is_here(slot, key) else None
+
+    def _is_here(self, slot: int, key: bytes) -> bool:
+        """Check whether workers may take a slot for this block.
+
+        They know slots by number alone. Of a slot that has a user they have what it held then,
+        which the node has given to others if the pin came too late, or in a session before.
+        """
+        since = self._since.get(slot)
+        if slot in self._old or (since is not None and since != self.epoch(slot)):
+            return False
+        return key == (self._keys.get(slot) or self._names.get(slot))
 
     def lookup(self, keys: Sequence[bytes]) -> I64:
         """See :class:`RemoteIndex`; up to a slot that workers have still to forget."""
         slots = super().lookup(keys)
         self._look()
-        old = [slot in self._old for slot in slots.tolist()]
-        return slots[: old.index(True)] if True in old else slots
+        here = [self._is_here(*pair) for pair in zip(slots.tolist(), keys, strict=False)]
+        return slots[: here.index(False)] if False in here else slots
 
     def state(self, slot: int) -> SlotState:
         """``READY`` where this engine uses a slot, else ``FREE``: workers are to forget it."""
@@ -187,11 +207,16 @@ class SharedSlots(RemoteIndex):
         """As :meth:`RemoteIndex.pin`; the node is told of the first pin of a slot."""
         self._look()
         new = [slot for slot in dict.fromkeys(slots.tolist()) if slot not in self._users]
-        self._users.update(slots.tolist())
+        self._use(slots.tolist())
         super().pin(np.array(new, dtype=np.int64))
         for slot in new:
             if slot in self._names:
                 self._remember_key(slot, self._names[slot])
+
+    def _use(self, slots: Sequence[int]) -> None:
+        self._users.update(slots)
+        for slot in slots:
+            self._since.setdefault(slot, self.epoch(slot))
 
     def _remember_key(self, slot: int, key: bytes) -> None:
         self._keys[slot] = key
@@ -213,6 +238,7 @@ class SharedSlots(RemoteIndex):
                 del users[slot]
                 gone.append(slot)
                 if users is self._users:
+                    del self._since[slot]
                     self._forget_key(slot)
         super().unpin(np.array(gone, dtype=np.int64))
 

@@ -409,16 +409,17 @@ class Connection:
         """End the volume sessions of a run whose claims end: before others get its slots, its last
         writes must be over. Blocks, with a deadline: a drive that hangs does not end."""
         state = self._state
-
-        def left() -> list[Session]:
-            with state.lock:
-                sessions = state.sessions.values()
-                return [one for one in sessions if (one.role, one.run) == ("volume", run)]
-
         deadline = time.monotonic() + 2 * state.config.io.deadline
-        for session in left():
+        with state.lock:
+            sessions = state.sessions.values()
+            ending = [one for one in sessions if (one.role, one.run) == ("volume", run)]
+        for session in ending:
             session.end()
-        while left() and time.monotonic() < deadline:
+        # Not those that begin meanwhile: workers connect anew at once.
+        while time.monotonic() < deadline:
+            with state.lock:
+                if not any(one.name in state.sessions for one in ending):
+                    return
             time.sleep(_LOOK_S)
 
     def _ended(self, session: Session, cause: str) -> None:
