@@ -84,6 +84,20 @@ def test_chunks_without_a_frame_fail_in_time(writer: ChunkWriter, frames: Frames
     assert time.monotonic() - began >= DEADLINE_S
 
 
+def test_a_slot_that_is_ordered_anew_gets_what_was_ordered_last(
+    writer: ChunkWriter, frames: Frames, rows: NDArray[np.uint8]
+) -> None:
+    """As behind another session with a node, whose frames come late: none is asked for twice."""
+    frames.looks = 1 << 30
+    writer.write([write_of(0), write_of(1)])
+    writer.write([ChunkWrite(0, 2, bytes(32), 3)])
+    frames.looks = 2
+    until(lambda: len(frames.flushed) >= 2)
+    assert frames.flushed == [1, 0]
+    np.testing.assert_array_equal(frames.memory[[0, 1]], rows[[3, 1]])
+    assert writer.take_failed() == []
+
+
 def test_an_error_fails_what_waits_and_not_what_follows(
     writer: ChunkWriter, frames: Frames
 ) -> None:

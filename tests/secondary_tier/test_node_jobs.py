@@ -58,6 +58,8 @@ class Index:
 
     def unpin(self, slots: I64) -> None:
         self.unpinned += slots.tolist()
+        if self.broken:
+            raise RuntimeError("no luck")
 
     def durable(self, slots: I64) -> None:
         """The node counts it."""
@@ -75,6 +77,8 @@ class Store:
         self.loads: list[list[int]] = []
         self.bad: set[int] = set()
         self.faults: set[int] = set()
+        self.errors = 0
+        self.refuses: list[int] = []
         self._outcomes: list[LoadOutcome] = []
 
     def _address(self, frames: NDArray[np.int32]) -> NDArray[np.uint64]:
@@ -88,6 +92,8 @@ class Store:
 
     def load(self, job: LoadJob) -> None:
         slots = job.slots.tolist()
+        if slots == self.refuses:
+            raise RuntimeError("no luck")
         self.loads.append(slots)
         assert job.block_ids.tolist() == [slot + 1 for slot in slots]
         assert job.others.tolist() == [slot + 8 for slot in slots]
@@ -97,6 +103,9 @@ class Store:
         self._outcomes.append(LoadOutcome(job.request_id, complete, bad))
 
     def take_write_results(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        if self.errors:
+            self.errors -= 1
+            raise RuntimeError("no luck")
         failed = [self.failed.popleft() for _ in range(len(self.failed))]
         return [self.written.popleft() for _ in range(len(self.written))], failed
 
@@ -231,6 +240,22 @@ def test_an_error_that_nothing_foresaw_fails_one_job(rig: Rig) -> None:
     until(lambda: rig.store.flushed == [(1, 7)])
     rig.store.written.extend([(1, 7)])
     assert rig.end(job).success
+
+
+def test_no_error_keeps_a_job_from_its_end(rig: Rig) -> None:
+    """A reset of vLLM's cache waits for every job."""
+    rig.store.errors, rig.index.stored = 2, {1, 2}  # of two looks, the order's and another one
+    assert rig.end(rig.begin(1, [1, 2], loads=True)).success
+    assert not rig.store.errors
+    rig.store.faults, rig.store.refuses = {1}, [2]
+    assert not rig.end(rig.begin(2, [1, 2], loads=True)).success
+    rig.index.claims = [1]
+    job = rig.begin(3, [1], loads=False)
+    until(lambda: rig.store.flushed == [(1, 7)])
+    rig.index.broken = True
+    rig.store.written.extend([(1, 7)])
+    assert rig.end(job).success
+    assert rig.counters.total("thread_errors", thread="node") == 4
 
 
 def test_chunks_in_use_are_touched(rig: Rig) -> None:

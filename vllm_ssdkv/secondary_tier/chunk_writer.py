@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import queue
 import threading
 import time
@@ -85,7 +86,9 @@ class ChunkWriter:
         self._errors = ThreadErrors(counters, "writer")
         self._orders: queue.SimpleQueue[Sequence[ChunkWrite] | None] = queue.SimpleQueue()
         self._failed: queue.SimpleQueue[ChunkWrite] = queue.SimpleQueue()
-        self._waiting: collections.deque[ChunkWrite] = collections.deque()
+        self._waiting: collections.OrderedDict[int, ChunkWrite] = collections.OrderedDict()
+        """Chunks without a frame, by slot. Who orders a slot that waits has claimed it anew, in
+        another session with a node: nobody wants what it was to get before."""
         self._moved = time.monotonic()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="ssdkv-chunks", daemon=True)
@@ -116,7 +119,7 @@ class ChunkWriter:
             done = False
             with self._errors.swallowed("chunks are not stored"):
                 self._take_orders()
-                taken = list(self._waiting)[:_AT_ONCE]
+                taken = list(itertools.islice(self._waiting.values(), _AT_ONCE))
                 self._settle(taken, self._copy(taken))
                 done = True
             if not done:
@@ -132,7 +135,9 @@ class ChunkWriter:
                 order = self._orders.get(timeout=timeout)
                 if idle:
                     self._moved = time.monotonic()
-                self._waiting.extend(order or ())
+                for write in order or ():
+                    self._waiting.pop(write.slot, None)
+                    self._waiting[write.slot] = write
                 timeout = 0.0
                 if self._stopping:
                     return
@@ -160,7 +165,7 @@ class ChunkWriter:
     def _settle(self, taken: Sequence[ChunkWrite], done: int) -> None:
         """Forget the chunks that are on their way, and those that have waited for too long."""
         for _ in range(done):
-            self._waiting.popleft()
+            self._waiting.popitem(last=False)
         now = time.monotonic()
         if done:
             self._moved = now
@@ -170,4 +175,4 @@ class ChunkWriter:
 
     def _give_up(self, count: int) -> None:
         for _ in range(count):
-            self._failed.put(self._waiting.popleft())
+            self._failed.put(self._waiting.popitem(last=False)[1])

@@ -5,6 +5,7 @@ A job ends when every chunk of it has: no copy touches vLLM's pool for it from t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -214,14 +215,13 @@ class NodeJobs:
 
     def _run(self) -> None:
         while not self._stopping:
+            order, busy = None, self._writes or self._loads
+            with contextlib.suppress(queue.Empty):
+                order = self._orders.get(timeout=_LOOK_S if busy else _REST_S)
             with self._errors.swallowed("jobs of the tier are late"):
-                try:
-                    busy = self._writes or self._loads
-                    order = self._orders.get(timeout=_LOOK_S if busy else _REST_S)
-                except queue.Empty:
-                    order = None
                 self._poll()
-                if order is not None:
+            if order is not None:  # else the job would never end, and a reset would wait for it
+                with self._errors.swallowed("chunks are not marked as used"):
                     order()
 
     def _touch(self, keys: Sequence[bytes]) -> None:
@@ -237,7 +237,7 @@ class NodeJobs:
 
     def _end(self, job: NodeJob) -> None:
         if job.slots:
-            with self._halves.asking:
+            with self._errors.swallowed("slots stay pinned"), self._halves.asking:
                 self._halves.index.unpin(np.array(job.slots, dtype=np.int64))
         self._done.put(job)
 
@@ -338,8 +338,9 @@ class NodeJobs:
             job.good += loading.chunks
         elif len(loading.chunks) > 1:
             bad = {slot for slot, _ in outcome.bad}
-            for at, slot in enumerate(loading.slots.tolist()):
-                if slot not in bad:
-                    self._ask(loading.one(at))
+            with self._errors.swallowed("chunks are not loaded once more"):
+                for at, slot in enumerate(loading.slots.tolist()):
+                    if slot not in bad:
+                        self._ask(loading.one(at))
         if not job.left:
             self._end(job)
