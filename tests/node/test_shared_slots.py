@@ -300,13 +300,41 @@ def test_the_last_writes_of_an_engine_end_before_its_claims(
     assert until(lambda: writer.worker.session not in (None, before))
 
 
+def test_workers_whose_scheduler_is_gone_write_no_more(
+    host: Host, sharers: tuple[Sharer, Sharer]
+) -> None:
+    writer, _ = sharers
+    names = [name.bytes for name in writer.names]
+
+    def open_again() -> None:
+        peer = Peer(Address.parse(host.address), None, "volume", "one")
+        link = VolumeLink(peer, Counters(), "a model", DEADLINE_S, shared=True)
+        link.start()
+        try:
+            link.open(names, [VOLUME] * len(names), writer.arena.view(0, writer.arena.nbytes))
+        finally:
+            link.close(DEADLINE_S)
+
+    open_again()
+    writer.slots.close()
+    assert until(lambda: writer.worker.session is None)
+    with pytest.raises(StoreError, match="scheduler of these workers is gone"):
+        open_again()
+    peer = Peer(Address.parse(host.address), None, "scheduler", "one", store=SPEC)
+    link = NodeLink(peer, Counters(), with_bytes=False)
+    link.start()
+    open_again()
+    assert until(lambda: writer.worker.session is not None)
+    link.close()
+
+
 def test_workers_that_are_back_at_once_do_not_hold_up_the_end_of_claims(
     host: Host, sharers: tuple[Sharer, Sharer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = volume_link.VolumeLink.close
 
     def slowly(link: volume_link.VolumeLink) -> None:
-        time.sleep(1.0)  # as its last writes may take
+        time.sleep(2.0)  # as its last writes may take
         ends(link)
 
     monkeypatch.setattr(volume_link.VolumeLink, "close", slowly)
@@ -316,9 +344,9 @@ def test_workers_that_are_back_at_once_do_not_hold_up_the_end_of_claims(
     assert before is not None
     assert writer.link.session is not None
     writer.link.session.end()
-    assert until(lambda: writer.worker.session not in (None, before), seconds=0.9)
+    assert until(lambda: writer.worker.session not in (None, before), seconds=1.8)
     assert status(host).pinned == 1
-    assert until(lambda: status(host).pinned == 0, seconds=4.0)
+    assert until(lambda: status(host).pinned == 0, seconds=6.0)
 
 
 def test_a_restart_finds_what_was_written_and_knows_no_claims(

@@ -59,6 +59,9 @@ _JOINED: Final[dict[Role, tuple[Part, ...]]] = {
 """Connections that a session of each role may have beside that for calls."""
 
 
+_MOST_UNCLAIMED = 4096
+"""Runs whose claims have ended that are remembered; workers of older ones are long gone."""
+
 _LOOK_S = 0.02
 """Pause between looks whether sessions have ended, in seconds."""
 
@@ -84,9 +87,10 @@ class NodeState:
         shared: Indexes of those that engines share.
         newcomers: Connections over TCP before their hello.
         draining: Set when it ends.
-        lock: Guards ``sessions`` and ``links``.
+        lock: Guards all that follows.
         sessions: By name.
         links: Bytes of workers, by run and rank.
+        unclaimed: Runs whose claims in shared volumes have ended, oldest first.
     """
 
     config: NodeConfig
@@ -101,6 +105,13 @@ class NodeState:
     lock: threading.Lock = field(default_factory=threading.Lock)
     sessions: dict[bytes, Session] = field(default_factory=dict)
     links: dict[tuple[str, int], WorkerLink] = field(default_factory=dict)
+    unclaimed: dict[str, None] = field(default_factory=dict)
+
+    def may_share(self, run: str) -> bool:
+        """Check whether workers of a run may write to shared volumes: not when its claims have
+        ended, until it can claim anew. What they have still to write is of others' slots by now."""
+        with self.lock:
+            return run not in self.unclaimed
 
     def volumes_in_use(self) -> list[bytes]:
         """Names of the volumes that sessions have open."""
@@ -240,6 +251,8 @@ class Connection:
         )
         with state.lock:
             state.sessions[name] = session
+            if isinstance(store, SharedIndex):
+                state.unclaimed.pop(hello.run, None)
             session.channels.append(self._channel)
             session.parts.add(hello.part)
         self._count_sessions()
@@ -292,7 +305,8 @@ class Connection:
         elif session.role == "volume" and self._part != "calls":
             self._serve_volumes(session)
         elif session.store is None:
-            self._serve_calls(VolumeCalls(session, state.shelf, state.config, state.volumes_in_use))
+            in_use, may_share = state.volumes_in_use, state.may_share
+            self._serve_calls(VolumeCalls(session, state.shelf, state.config, in_use, may_share))
         elif self._part == "bytes":
             self._serve_bytes(session)
         else:
@@ -389,6 +403,10 @@ class Connection:
                 other.run == session.run and other.store is session.store
                 for other in state.sessions.values()
             )
+            if run_over and isinstance(session.store, SharedIndex):
+                state.unclaimed[session.run] = None
+                if len(state.unclaimed) > _MOST_UNCLAIMED:
+                    del state.unclaimed[next(iter(state.unclaimed))]
         if last and session.volumes is not None:
             session.volumes.close()
         store = session.store

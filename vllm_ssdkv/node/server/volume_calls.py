@@ -31,9 +31,12 @@ class VolumeCalls:
         shelf: VolumeShelf,
         config: NodeConfig,
         in_use: Callable[[], list[bytes]],
+        may_share: Callable[[str], bool],
     ):
-        """``in_use``: names of the volumes that sessions have open."""
+        """``in_use``: names of the volumes that sessions have open; ``may_share``: whether a run
+        may have shared ones."""
         self._session, self._shelf, self._config, self._in_use = session, shelf, config, in_use
+        self._may_share = may_share
 
     def call(self, message: Message) -> Message:
         """Carry out one call.
@@ -68,6 +71,10 @@ class VolumeCalls:
         session = self._session
         if session.volumes is not None:
             raise ProtocolError("order", "a session opens its volumes once")
+        if message.shared and not self._may_share(session.run):
+            raise NodeRefusedError(
+                "the scheduler of these workers is gone, and others may have its slots"
+            )
         volumes = self._shelf.open(
             message.names,
             message.nbytes,
