@@ -25,7 +25,7 @@ class Frames:
     def __init__(self) -> None:
         self.memory = np.zeros((8, ROW), dtype=np.uint8)
         self.save_frames = SimpleNamespace(address=self._address)
-        self.looks = 0
+        self.looks, self.at_once = 0, 8
         self.broken = False
         self.flushed: list[int] = []
 
@@ -36,7 +36,7 @@ class Frames:
         if self.broken:
             raise RuntimeError("no luck")
         self.looks -= 1
-        return (slots if self.looks < 0 else slots[:0]).astype(np.int32)
+        return slots[: self.at_once if self.looks < 0 else 0].astype(np.int32)
 
     def flush(self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: list[bytes]) -> None:
         self.flushed += slots.tolist()
@@ -73,6 +73,15 @@ def test_idle_time_is_no_patience(
     until(lambda: len(frames.flushed) == 8)
     assert writer.take_failed() == []
     np.testing.assert_array_equal(frames.memory, rows)
+
+
+def test_frames_that_come_a_few_at_a_time_go_to_the_first(
+    writer: ChunkWriter, frames: Frames
+) -> None:
+    frames.at_once = 3
+    writer.write([write_of(slot) for slot in range(8)])
+    until(lambda: len(frames.flushed) >= 8)
+    assert frames.flushed == list(range(8))
 
 
 def test_chunks_without_a_frame_fail_in_time(writer: ChunkWriter, frames: Frames) -> None:

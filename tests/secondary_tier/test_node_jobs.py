@@ -247,7 +247,7 @@ def test_no_error_keeps_a_job_from_its_end(rig: Rig) -> None:
     rig.store.errors, rig.index.stored = 2, {1, 2}  # of two looks, the order's and another one
     assert rig.end(rig.begin(1, [1, 2], loads=True)).success
     assert not rig.store.errors
-    rig.store.faults, rig.store.refuses = {1}, [2]
+    rig.store.faults, rig.store.refuses = {1}, [1]
     assert not rig.end(rig.begin(2, [1, 2], loads=True)).success
     rig.index.claims = [1]
     job = rig.begin(3, [1], loads=False)
