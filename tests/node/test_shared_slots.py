@@ -228,6 +228,24 @@ def test_a_pin_that_came_too_late_hides_what_the_slot_holds_now(
     assert reader.read(new) == [slot]
 
 
+def test_a_block_that_was_stored_anew_before_its_pin_is_hidden(
+    sharers: tuple[Sharer, Sharer],
+) -> None:
+    writer, reader = sharers
+    (slot,) = writer.store(0)
+    writer.let_go([slot])
+    assert reader.find(0) == [slot]
+    writer.store(*range(10, 10 + SLOTS))
+    writer.slots.drop(slot)
+    writer.let_go([slot])
+    assert writer.store(0) == [slot]
+    reader.slots.pin(np.array([slot]))
+    reader.settle()
+    assert reader.find(0) == [], "nobody keeps it for this engine"
+    reader.let_go([slot])
+    assert reader.find(0) == [slot]
+
+
 def test_a_session_may_end_between_look_up_and_reservation(
     sharers: tuple[Sharer, Sharer],
 ) -> None:
@@ -400,6 +418,8 @@ def test_slots_of_before_are_granted_when_workers_have_forgotten_them(
     writer.slots.computes_no_more("a request")
     writer.settle()
     assert status(host).pinned == 0
+    (slot,) = writer.store(SLOTS)
+    assert writer.find(SLOTS) == [slot]
 
 
 def test_slots_that_a_request_needs_no_more_go_back(
