@@ -347,10 +347,14 @@ def test_stages_with_other_sizes_of_layers_store_the_same(monkeypatch: pytest.Mo
     of_group: Any = group.kv_cache_spec
     every = of_group.kv_cache_specs
     stages = [{n: s for n, s in every.items() if (n == "0.v") is first} for first in (True, False)]
-    engine, length = VllmConfig(), {"original_max_model_len": 64, "max_model_len": 64}
-    monkeypatch.setattr(engine, "model_config", SimpleNamespace(**length))
+    engine, facts = VllmConfig(), {"original_max_model_len": 64, "max_model_len": 64}
+    facts["supports_kv_cache_grouping"] = False
+    monkeypatch.setattr(engine, "model_config", SimpleNamespace(**facts))
     engine.cache_config.kv_cache_layout = "LBHNC"
-    sides = planning.get_kv_cache_configs(engine, stages, [1 << 26] * 2)
+    planned = [engine, stages, [1 << 26] * 2]
+    if hasattr(planning, "get_global_kv_cache_groups"):  # vLLM 0.33 makes the groups apart
+        planned.append(planning.get_global_kv_cache_groups(engine, stages))
+    sides = planning.get_kv_cache_configs(*planned)
     monkeypatch.setattr(ENGINE.parallel_config, "pipeline_parallel_size", 2)
     model = {
         "get_total_num_hidden_layers": lambda: 3,
