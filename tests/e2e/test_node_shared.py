@@ -193,6 +193,8 @@ def test_kills_at_random_instants(
 ) -> None:
     """No wrong token, nobody waits for ever, and nothing is left held; 15 s a kill."""
     source = random.Random(7)
+    for engine in engines:  # a node may be killed only when its engines have started
+        ask(engine, BATCH[:1], wanted)
     for number in range(max(6, soak_rounds // 3)):
         whom = ("node", "reads", "asks", "stopped")[number % 4]
         work = [source.sample(BATCH, 2) for _ in engines]
