@@ -66,7 +66,7 @@ def test_two_uneven_stages(
     compared = 2 * tensor * sum(map(bool, found))
 
     def started() -> Engine:
-        options = reuse_mode(places, verify_hits=1)
+        options = reuse_mode(places, verify_hits=1, io={"deadline": 60.0})  # no drive is given up
         return staged(models["llama"], "3,1", options, tensor_parallel_size=tensor)
 
     with started() as engine:
