@@ -107,7 +107,7 @@ class CapturedForward:
         self._calls: list[_Call] = []
         self._new = graphs
         if model.device.type == "cuda":
-            stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
             current = torch.cuda.current_stream()
             stream.wait_stream(current)
             with torch.cuda.stream(stream):

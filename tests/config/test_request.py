@@ -256,7 +256,7 @@ def test_logits_that_selectors_do_not_know() -> None:
 
 
 def test_a_graph_chooses_in_one_way() -> None:
-    """By its scorer as far as a mass is covered, and so up to a number of pages, too."""
+    """Graphs choose by its scorer, as far as a mass is covered and up to a number of pages."""
     options = config("adaptive")
     for name in ("exact", "adaptive", options.scorer, "window"):
         assert RequestOptions.of({"selector": name}, options, captured=True).selector == name

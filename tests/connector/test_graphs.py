@@ -1,4 +1,4 @@
-"""Who can have whole decode steps in CUDA graphs: what options say is what kernels do."""
+"""Whole decode steps in CUDA graphs: the start refuses the options that no kernel serves."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_what_the_model_has_is_named() -> None:
 
 
 def engine(frames: int, *, sleeps: bool = False) -> tuple[Any, Any]:
-    """What is asked of vLLM's configuration, and of a worker."""
+    """Configuration of vLLM and worker, with the attributes that the decision reads."""
     options = config()
     impl = SimpleNamespace(softmax=SimpleNamespace(is_plain=True, sinks=None))
     layer = SimpleNamespace(impl=impl, sliding_window=None)

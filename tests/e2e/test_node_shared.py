@@ -24,7 +24,7 @@ BATCH = [LONG[0] + ENDS[0], LONG[0] + ENDS[1], LONG[1], LONG[2]]
 """The first two begin alike."""
 
 MOST_TOKENS = 4096
-"""Of a request: the store has slots for a few such."""
+"""Limit of a request; the store has slots for a few of these."""
 
 ANSWER = 400
 """Tokens of an answer that takes a while."""

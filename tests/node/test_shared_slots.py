@@ -186,16 +186,21 @@ def test_no_slot_is_taken_from_a_reader(host: Host, sharers: tuple[Sharer, Share
     assert writer.find(0) == []
 
 
+def written_anew(writer: Sharer, reader: Sharer) -> tuple[int, int]:
+    """A slot that the reader has found, and the number of the block that it has since got."""
+    (slot,) = writer.store(0)
+    writer.let_go([slot])
+    assert reader.find(0) == [slot]
+    numbers = range(10, 10 + SLOTS)
+    return slot, numbers[writer.store(*numbers).index(slot)]
+
+
 def test_a_slot_that_was_written_anew_before_its_pin_is_not_taken_for_what_it_was(
     sharers: tuple[Sharer, Sharer],
 ) -> None:
     """Workers know slots by number: they would give a request what the slot held before."""
     writer, reader = sharers
-    (slot,) = writer.store(0)
-    writer.let_go([slot])
-    assert reader.find(0) == [slot]
-    numbers = range(10, 10 + SLOTS)
-    new = numbers[writer.store(*numbers).index(slot)]
+    slot, new = written_anew(writer, reader)
     assert reader.slots.lookup([key(new)]).tolist() == [slot]
     assert reader.slots.lookup([key(0)]).tolist() == [], "in the same step"
     reader.slots.step()
@@ -213,11 +218,7 @@ def test_a_pin_that_came_too_late_hides_what_the_slot_holds_now(
     sharers: tuple[Sharer, Sharer],
 ) -> None:
     writer, reader = sharers
-    (slot,) = writer.store(0)
-    writer.let_go([slot])
-    assert reader.find(0) == [slot]
-    numbers = range(10, 10 + SLOTS)
-    new = numbers[writer.store(*numbers).index(slot)]
+    slot, new = written_anew(writer, reader)
     reader.slots.pin(np.array([slot]))
     reader.settle()
     assert reader.find(new) == []

@@ -142,7 +142,7 @@ class Engine:
 
     @property
     def own(self) -> OwnChunks:
-        """What the tier has of a store in this process."""
+        """Chunks of the tier, whose store is in this process."""
         assert isinstance(self.tier.chunks, OwnChunks)
         return self.tier.chunks
 

@@ -49,7 +49,14 @@ def peers_of(
     Raises:
         ConfigError: an address of the option ``nodes`` is none, or ``node_keys`` has no keys.
     """
-    spec = StoreSpec(
+    spec, keys = _spec_of(place, block_tokens), _keys(config)
+    run = as_name(place.run)
+    return [Peer(Address.parse(node), keys, role, run, rank, spec) for node in config.nodes]
+
+
+def _spec_of(place: StorePlace, block_tokens: int) -> StoreSpec:
+    """The store, as all halves of the engine say it alike."""
+    return StoreSpec(
         dict(place.fingerprint.fields),
         place.geometries[0].layers,
         place.geometries[0].payload_bytes,
@@ -58,9 +65,6 @@ def peers_of(
         as_name(place.model),
         as_name(place.name),
     )
-    keys = _keys(config)
-    run = as_name(place.run)
-    return [Peer(Address.parse(node), keys, role, run, rank, spec) for node in config.nodes]
 
 
 def _keys(config: SSDKVConfig) -> Credentials | None:
@@ -124,16 +128,9 @@ def open_shared_slots(
     drives = [Path(device.path).relative_to(place.state).parts[1] for device in manifest.devices]
     segments = [msgspec.structs.replace(segment, since=0) for segment in manifest.segments]
     lies = repr((drives, segments, place.geometries)).encode()
-    spec = StoreSpec(
-        dict(place.fingerprint.fields),
-        place.geometries[0].layers,
-        place.geometries[0].payload_bytes,
-        place.ranks,
-        block_tokens,
-        as_name(place.model),
-        as_name(place.name),
-        manifest.numbers,
-        hashlib.blake2b(lies, digest_size=16).digest(),
+    layout = hashlib.blake2b(lies, digest_size=16).digest()
+    spec = msgspec.structs.replace(
+        _spec_of(place, block_tokens), slots=manifest.numbers, layout=layout
     )
     address, run = Address.parse(config.nodes[0]), as_name(place.run)
     peer = Peer(address, _keys(config), "scheduler", run, store=spec)

@@ -34,7 +34,7 @@ class NodeLookups:
         self._find = find
         self._errors = ThreadErrors(counters, "node")
         self._answers: dict[str, dict[bytes, bool | None]] = {}
-        """By request and key; None: asked for."""
+        """Answers by request and key; None: the question is under way."""
         self._new: _Asked = []
         self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._told: queue.SimpleQueue[list[tuple[str, bytes, bool]]] = queue.SimpleQueue()

@@ -267,7 +267,7 @@ def test_answers_from_x_are_right_while_things_fail(model: Path, depth: int) -> 
 def test_x_of_two_blocks_takes_one_slot(
     page: Make, share: float, together: int, slots: int
 ) -> None:
-    """Of 11 blocks at most, of which 9 are filled: three contexts where one of K and V has room."""
+    """Requests have at most 11 blocks and fill 9: three contexts where one of K and V has room."""
     run, most = page(slots=20, hbm_blocks=60, x_share=share), 0
     for name in range(3):
         run.add(str(name), prompt(150, name), 10)

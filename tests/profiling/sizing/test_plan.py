@@ -419,7 +419,8 @@ def test_purchases_are_told_by_what_they_change(tmp_path: Path) -> None:
 
 
 def test_who_attends_near_storage_is_a_way_of_its_own() -> None:
-    """Of exact attention, and only where the machine has it; a simpler way that is as fast wins."""
+    """Ways near storage are of exact attention, and of machines that have them; a simpler way that
+    is as fast wins."""
     near = {
         "": [],
         "host": [("host", False), ("host", True)],

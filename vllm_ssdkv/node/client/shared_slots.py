@@ -51,7 +51,7 @@ class SharedSlots(RemoteIndex):
         self._since: dict[int, int] = {}
         """Epoch of each of these slots at its first pin."""
         self._old: Counter[int] = Counter()
-        """Those of sessions that have ended. Workers may still have what such a slot held."""
+        """Pins of ended sessions. Workers may still have the old content of these slots."""
         self._keys: dict[int, bytes] = {}
         """Keys of slots with users."""
         self._published: dict[bytes, int] = {}

@@ -18,8 +18,8 @@ LEAST_MORE: Final = 8
 class OpenInputs:
     """X by HBM block, until the block is full and stored. Used by the step's thread.
 
-    A request has one block that is not full, and a step completes as many as its tokens fill. So
-    this is a small part of a window; memory grows to what a step needs, and stays.
+    A request has the blocks of one slot that is not full, and a step completes as many as its
+    tokens fill. So this is a small part of a window; memory grows to what a step needs, and stays.
 
     Example:
         open_inputs.assign("request", blocks)
