@@ -12,13 +12,17 @@ from pathlib import Path
 from vllm_ssdkv.base.errors import DeviceError, StoreLockedError
 
 _POLL_S = 0.02
+_ENDING_S = 10.0
+"""How long to wait for a lock whose holder has ended: it is free when its last I/O is."""
+_PF_EXITING = 0x4
 
 
 def lock_file(fd: int, path: Path, what: str, deadline: float) -> None:
     """Take the exclusive flock of ``fd``, waiting until ``time.monotonic()`` passes ``deadline``.
 
     A lock file of its own would be free at once when its holder is killed; this one stays until
-    the writes that the kernel still has in hand for that process have ended.
+    the writes that the kernel still has in hand for that process have ended. These are waited
+    for beyond ``deadline``, for ten seconds at most.
 
     Args:
         fd: Open descriptor; the lock ends when the last duplicate of it is closed.
@@ -30,11 +34,13 @@ def lock_file(fd: int, path: Path, what: str, deadline: float) -> None:
         StoreLockedError: somebody else holds it.
         DeviceError: the file system has no locks.
     """
+    ended = max(deadline, time.monotonic() + _ENDING_S)
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            if time.monotonic() < deadline:
+            now = time.monotonic()
+            if now < deadline or (now < ended and not _is_running(lock_holder(fd))):
                 time.sleep(_POLL_S)
                 continue
             holder = lock_holder(fd)
@@ -93,3 +99,18 @@ def lock_holder(fd: int) -> int | None:
         return None  # only the error message loses a detail
     found = re.search(rf"FLOCK\s+ADVISORY\s+WRITE\s+(\d+)\s+{re.escape(where)}\s", table)
     return int(found[1]) if found and int(found[1]) > 0 else None
+
+
+def _is_running(pid: int | None) -> bool:
+    """Check whether a process is there and will not end by itself.
+
+    One of another container looks like one that has ended: the kernel tells us nothing of it.
+    """
+    if pid is None:
+        return False
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    state, *numbers = status.rpartition(")")[2].split()
+    return state not in "ZX" and not int(numbers[5]) & _PF_EXITING
