@@ -13,7 +13,7 @@ from vllm_ssdkv.base.errors import DeviceError, StoreLockedError
 
 _POLL_S = 0.02
 _ENDING_S = 10.0
-"""How long to wait for a lock whose holder has ended: it is free when its last I/O is."""
+"""Longest wait for a lock whose holder has ended: it is free when its last I/O is."""
 _PF_EXITING = 0x4
 
 
