@@ -17,6 +17,8 @@ from vllm_ssdkv.secondary_tier.chunk_writer import ChunkWrite, ChunkWriter, Pool
 
 ROW = 4096
 DEADLINE_S = 0.3
+LOOK_S = 0.002
+"""Least time between two looks for frames."""
 
 
 class Frames:
@@ -25,9 +27,10 @@ class Frames:
     def __init__(self) -> None:
         self.memory = np.zeros((8, ROW), dtype=np.uint8)
         self.save_frames = SimpleNamespace(address=self._address)
-        self.looks, self.at_once = 0, 8
-        self.broken = False
+        self.looks, self.at_once, self.calls = 0, 8, 0
+        self.broken = self.breaks = False
         self.flushed: list[int] = []
+        self.given_back: list[int] = []
 
     def _address(self, frames: NDArray[np.int32]) -> NDArray[np.uint64]:
         return np.array([self.memory[f].ctypes.data for f in frames.tolist()], dtype=np.uint64)
@@ -35,11 +38,17 @@ class Frames:
     def reserve_frames(self, slots: NDArray[np.int64], *, wait: bool) -> NDArray[np.int32]:
         if self.broken:
             raise RuntimeError("no luck")
+        self.calls += 1
         self.looks -= 1
         return slots[: self.at_once if self.looks < 0 else 0].astype(np.int32)
 
     def flush(self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: list[bytes]) -> None:
+        if self.breaks:
+            raise RuntimeError("no luck")
         self.flushed += slots.tolist()
+
+    def abandon(self, slots: NDArray[np.int64]) -> None:
+        self.given_back += slots.tolist()
 
 
 @pytest.fixture
@@ -91,6 +100,34 @@ def test_chunks_without_a_frame_fail_in_time(writer: ChunkWriter, frames: Frames
     until(lambda: bool(failed.extend(writer.take_failed()) or failed))
     assert failed == [(0, 1), (1, 1)]
     assert time.monotonic() - began >= DEADLINE_S
+
+
+def test_all_that_wait_fail_together_and_later_ones_at_once_until_there_are_frames(
+    writer: ChunkWriter, frames: Frames
+) -> None:
+    frames.looks = 1 << 30
+    failed: list[tuple[int, int]] = []
+    writer.write([write_of(slot) for slot in range(40)])
+    until(lambda: len(failed.extend(writer.take_failed()) or failed) == 40)
+    assert frames.calls < 2 * DEADLINE_S / LOOK_S  # two deadlines have as many, at most
+    calls = frames.calls
+    writer.write([write_of(40)])
+    until(lambda: len(failed.extend(writer.take_failed()) or failed) == 41)
+    assert frames.calls == calls + 1
+    frames.looks = 0
+    writer.write([write_of(1)])
+    until(lambda: frames.flushed == [1])
+    frames.looks = 3
+    writer.write([write_of(2)])
+    until(lambda: frames.flushed == [1, 2])
+    assert writer.take_failed() == []
+
+
+def test_an_error_gives_the_frames_back(writer: ChunkWriter, frames: Frames) -> None:
+    frames.breaks, failed = True, []
+    writer.write([write_of(0), write_of(1)])
+    until(lambda: bool(failed.extend(writer.take_failed()) or failed))
+    assert frames.given_back == [0, 1]
 
 
 def test_a_slot_that_is_ordered_anew_gets_what_was_ordered_last(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.kv_offload.tiering.base import JobResult
 
-from tests.kit.waiting import until
+from tests.kit.waiting import PATIENCE_S, until
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.secondary_tier.chunk_writer import Pool
 from vllm_ssdkv.secondary_tier.node_jobs import NodeChunk, NodeHalves, NodeJob, NodeJobs
@@ -29,6 +30,7 @@ class Index:
 
     def __init__(self) -> None:
         self.node_replicas, self.connected, self.epoch = 1, True, 7
+        self.members = ["node", "another"]
         self.claims: list[int] = []
         self.stored: set[int] = set()
         self.unpinned: list[int] = []
@@ -79,12 +81,17 @@ class Store:
         self.faults: set[int] = set()
         self.errors = 0
         self.refuses: list[int] = []
+        self.has_places = [threading.Event(), threading.Event()]
+        for node in self.has_places:
+            node.set()
         self._outcomes: list[LoadOutcome] = []
 
     def _address(self, frames: NDArray[np.int32]) -> NDArray[np.uint64]:
         return np.array([self.memory[f].ctypes.data for f in frames.tolist()], dtype=np.uint64)
 
     def reserve_frames(self, slots: I64, *, wait: bool) -> NDArray[np.int32]:
+        (node,) = {slot % 2 for slot in slots.tolist()}
+        self.has_places[node].wait(PATIENCE_S)
         return slots.astype(np.int32)
 
     def flush(self, slots: I64, epochs: I64, keys: Sequence[bytes]) -> None:
@@ -153,7 +160,7 @@ def rig() -> Iterator[Rig]:
 def test_a_chunk_that_fails_fails_its_job_and_no_other(rig: Rig) -> None:
     rig.index.claims = [1, 2, TAKEN]
     one = rig.begin(1, [1, 2, 3], loads=False)
-    until(lambda: rig.store.flushed == [(1, 7), (2, 7)])
+    until(lambda: sorted(rig.store.flushed) == [(1, 7), (2, 7)])
     rig.index.claims = [4, FULL, PAUSED]
     other = rig.begin(2, [4, 5, 6], loads=False)
     until(lambda: (4, 7) in rig.store.flushed)
@@ -186,10 +193,29 @@ def test_a_slot_that_is_claimed_anew_ends_the_job_before(rig: Rig) -> None:
 def test_each_replica_is_a_write_of_its_own(rig: Rig) -> None:
     rig.index.node_replicas, rig.index.claims = 2, [1, 2]
     job = rig.begin(1, [1], loads=False)
-    until(lambda: rig.store.flushed == [(1, 7), (2, 7)])
+    until(lambda: sorted(rig.store.flushed) == [(1, 7), (2, 7)])
     rig.store.written.extend([(1, 7)])
     rig.store.failed.extend([(2, 7)])
     assert not rig.end(job).success
+    rig.store.flushed.clear()
+    job = rig.begin(2, [1], loads=False)
+    until(lambda: len(rig.store.flushed) == 2)
+    rig.store.written.extend([(1, 7), (2, 7)])
+    result = rig.end(job)
+    assert (result.success, result.transfer_bytes) == (True, ROW)  # one chunk has left the pool
+
+
+def test_a_node_without_places_holds_up_no_other(rig: Rig) -> None:
+    rig.store.has_places[1].clear()
+    rig.index.claims, rig.index.stored = [1, 2], {3}
+    job = rig.begin(1, [1, 2], loads=False)
+    until(lambda: rig.store.flushed == [(2, 7)])
+    assert rig.end(rig.begin(2, [3], loads=True)).success
+    rig.store.written.extend([(2, 7)])
+    rig.store.has_places[1].set()
+    until(lambda: rig.store.flushed == [(2, 7), (1, 7)])
+    rig.store.written.extend([(1, 7)])
+    assert rig.end(job).success
 
 
 def test_nodes_that_are_gone_fail_a_store(rig: Rig) -> None:

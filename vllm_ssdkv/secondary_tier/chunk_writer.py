@@ -69,12 +69,16 @@ class SaveStore(Protocol):
     ) -> None:
         """Write these slots in the background."""
 
+    def abandon(self, slots: NDArray[np.int64]) -> None:
+        """Give the frames of these slots back."""
+
 
 class ChunkWriter:
     """Fills frames with chunks and has them written. One thread calls the methods.
 
-    A chunk is copied as soon as there is a frame for it. It fails when frames stand still for as
-    long as an I/O request may take, and with all that wait at an error that nothing foresaw.
+    A chunk is copied as soon as there is a frame for it. All that wait fail at an error that
+    nothing foresaw, and when frames stand still for as long as an I/O request may take. From then
+    on a chunk without a frame fails at once, until there is a frame again.
     """
 
     def __init__(
@@ -90,6 +94,8 @@ class ChunkWriter:
         """Chunks without a frame, by slot. Who orders a slot that waits has claimed it anew, in
         another session with a node: nobody wants what it was to get before."""
         self._moved = time.monotonic()
+        self._stuck = False
+        """Frames have stood still for the deadline, and still do."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="ssdkv-chunks", daemon=True)
         self._thread.start()
@@ -119,12 +125,11 @@ class ChunkWriter:
             done = False
             with self._errors.swallowed("chunks are not stored"):
                 self._take_orders()
-                taken = list(itertools.islice(self._waiting.values(), _AT_ONCE))
-                self._settle(taken, self._copy(taken))
+                self._settle(self._copy(list(itertools.islice(self._waiting.values(), _AT_ONCE))))
                 done = True
             if not done:
-                self._give_up(len(self._waiting))
-        self._give_up(len(self._waiting))
+                self._give_up()
+        self._give_up()
 
     def _take_orders(self) -> None:
         """Wait for orders, where there are none; take all that are there."""
@@ -151,28 +156,32 @@ class ChunkWriter:
         if not taken:
             return 0
         slots = np.array([write.slot for write in taken], dtype=np.int64)
-        frames = self._store.reserve_frames(slots, wait=False)
-        taken = taken[: len(frames)]
-        if not taken:
-            return 0
-        source = self._pool.addresses([write.chunk for write in taken])
-        target = self._store.save_frames.address(frames) + np.uint64(self._offset)
-        _io.copy(source, target, self._pool.row_bytes)
-        epochs = np.array([write.epoch for write in taken], dtype=np.int64)
-        self._store.flush(slots[: len(taken)], epochs, [write.key for write in taken])
+        try:
+            frames = self._store.reserve_frames(slots, wait=False)
+            taken = taken[: len(frames)]
+            if not taken:
+                return 0
+            source = self._pool.addresses([write.chunk for write in taken])
+            target = self._store.save_frames.address(frames) + np.uint64(self._offset)
+            _io.copy(source, target, self._pool.row_bytes)
+            epochs = np.array([write.epoch for write in taken], dtype=np.int64)
+            self._store.flush(slots[: len(taken)], epochs, [write.key for write in taken])
+        except Exception:
+            self._store.abandon(slots)
+            raise
         return len(taken)
 
-    def _settle(self, taken: Sequence[ChunkWrite], done: int) -> None:
-        """Forget the chunks that are on their way, and those that have waited for too long."""
+    def _settle(self, done: int) -> None:
+        """Forget the chunks that are on their way, or all when they have waited for too long."""
         for _ in range(done):
             self._waiting.popitem(last=False)
         now = time.monotonic()
         if done:
-            self._moved = now
-        elif now - self._moved > self._deadline_s:
-            self._give_up(len(taken))
-            self._moved = now
+            self._moved, self._stuck = now, False
+        elif self._waiting and (self._stuck or now - self._moved > self._deadline_s):
+            self._stuck = True
+            self._give_up()
 
-    def _give_up(self, count: int) -> None:
-        for _ in range(count):
+    def _give_up(self) -> None:
+        while self._waiting:
             self._failed.put(self._waiting.popitem(last=False)[1])

@@ -26,7 +26,7 @@ from vllm_ssdkv.secondary_tier.load_jobs import count_load
 from vllm_ssdkv.store.index.slot_index import NO_SLOT_CAUSES
 from vllm_ssdkv.store.io.thread_errors import ThreadErrors
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
-from vllm_ssdkv.store.tier import FrameMemory, Pairs
+from vllm_ssdkv.store.tier import Pairs
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey
@@ -84,8 +84,9 @@ class NodeJob:
             names = None if good else tuple(chunk.name for chunk in self.good)
         else:
             good, names = not self.failed, None
+        moved = len({chunk.key for chunk in self.good})  # replicas move no chunk of vLLM's twice
         spent_s = time.monotonic() - self.begun
-        return JobResult(self.number, good, names, spent_s, len(self.good) * chunk_bytes)
+        return JobResult(self.number, good, names, spent_s, moved * chunk_bytes)
 
     @property
     def missing(self) -> list[bytes]:
@@ -126,16 +127,16 @@ class _Loading:
 
 
 class NodeHalves:
-    """Both halves of an engine's way to its nodes, which several threads use one at a time.
+    """Both halves of an engine's way to its nodes.
 
     Attributes:
-        index: Slots by key; used with ``asking`` held.
-        store: Bytes; used with ``moving`` held.
+        index: Slots by key; used by several threads, with ``asking`` held.
+        store: Bytes; saved by a thread for each node, loaded by one for all.
     """
 
     def __init__(self, index: RemoteIndex, store: RemoteStore):
         self.index, self.store = index, store
-        self.asking, self.moving = threading.Lock(), threading.Lock()
+        self.asking = threading.Lock()
 
     def found(self, keys: Sequence[bytes]) -> list[bool]:
         """Say of each key whether it is stored. Waits for nodes, for the deadline of a call at
@@ -144,28 +145,10 @@ class NodeHalves:
             self.index.step()
             return [slot >= 0 for slot in self.index.find_each(keys).tolist()]
 
-    # What the thread that copies chunks uses of a store.
-
-    @property
-    def save_frames(self) -> FrameMemory:
-        """See :class:`SaveStore`."""
-        return self.store.save_frames
-
-    def reserve_frames(self, slots: NDArray[np.int64], *, wait: bool) -> NDArray[np.int32]:
-        """See :class:`SaveStore`."""
-        with self.moving:
-            return self.store.reserve_frames(slots, wait=wait)
-
-    def flush(
-        self, slots: NDArray[np.int64], epochs: NDArray[np.int64], keys: Sequence[bytes]
-    ) -> None:
-        """See :class:`SaveStore`."""
-        with self.moving:
-            self.store.flush(slots, epochs, keys)
-
 
 class NodeJobs:
-    """Carries out jobs in a thread of its own. vLLM's thread calls the public methods.
+    """Carries out jobs in a thread of its own, and copies chunks in a thread for each node, so that
+    a node that takes none holds up no other. vLLM's thread calls the public methods.
 
     Of a load that fails the chunks that are not to blame are loaded once more, each by itself, so
     that vLLM learns of each chunk whether it has it.
@@ -176,7 +159,10 @@ class NodeJobs:
     ):
         """``offset``: of the chunk in a frame. ``deadline_s``: as of :class:`ChunkWriter`."""
         self._halves, self._counters = halves, counters
-        self._writer = ChunkWriter(halves, pool, offset, deadline_s, counters)
+        self._writers = [
+            ChunkWriter(halves.store, pool, offset, deadline_s, counters)
+            for _ in halves.index.members
+        ]
         self._errors = ThreadErrors(counters, "node")
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[NodeJob] = queue.SimpleQueue()
@@ -206,7 +192,8 @@ class NodeJobs:
 
     def close(self) -> None:
         """End the threads. Jobs under way do not end."""
-        self._writer.close()
+        for writer in self._writers:
+            writer.close()
         self._stopping = True
         self._orders.put(lambda: None)
         self._thread.join()
@@ -261,8 +248,11 @@ class NodeJobs:
                 self._counters.add("stores_skipped", 1, cause=NO_SLOT_CAUSES[slot])
         job.slots = [order.slot for order in orders]
         job.left = len(orders)
-        if orders:
-            self._writer.write(orders)
+        count = len(self._writers)
+        for node, writer in enumerate(self._writers):
+            here = [order for order in orders if order.slot % count == node]
+            if here:
+                writer.write(here)
 
     def _load(self, job: NodeJob) -> None:
         """Ask for the chunks that nodes have."""
@@ -280,27 +270,26 @@ class NodeJobs:
     def _ask(self, loading: _Loading) -> None:
         """Ask for chunks. What has become of them :meth:`_poll` hears, in this thread."""
         name = f"job {loading.job.number} load {next(self._names)}"
-        with self._halves.moving:
-            self._halves.store.load(
-                LoadJob(
-                    name,
-                    loading.slots,
-                    loading.epochs,
-                    tuple(chunk.key for chunk in loading.chunks),
-                    np.array([chunk.row + 1 for chunk in loading.chunks], dtype=np.int64),
-                    others=loading.others,
-                    other_epochs=loading.other_epochs,
-                )
+        self._halves.store.load(
+            LoadJob(
+                name,
+                loading.slots,
+                loading.epochs,
+                tuple(chunk.key for chunk in loading.chunks),
+                np.array([chunk.row + 1 for chunk in loading.chunks], dtype=np.int64),
+                others=loading.others,
+                other_epochs=loading.other_epochs,
             )
+        )
         self._loads[name] = loading
         loading.job.left += 1
 
     def _poll(self) -> None:
         """Take in what nodes have told."""
-        with self._halves.moving:
-            written, failed = self._halves.store.take_write_results()
-            outcomes = self._halves.store.take_load_outcomes()
-        failed += self._writer.take_failed()
+        written, failed = self._halves.store.take_write_results()
+        outcomes = self._halves.store.take_load_outcomes()
+        for writer in self._writers:
+            failed += writer.take_failed()
         self._written(written)
         lost = sum(self._write_ended(pair, good=False) for pair in failed)
         if lost:

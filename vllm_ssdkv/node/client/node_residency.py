@@ -235,7 +235,8 @@ class _SaveFrames:
 class NodeResidency:
     """The store of one rank in a node.
 
-    The thread of the forward pass calls all methods; a thread for each session receives. What is
+    One thread saves (:meth:`reserve_frames`, :meth:`flush`, :meth:`abandon`), and one calls the
+    other methods; they may be the same. A thread for each session receives. What is
     under way when a session ends fails at once: saves are not stored, hits are computed. Memory of
     a session is never used with another one.
 
@@ -427,8 +428,11 @@ class NodeResidency:
         if memory is None or not memory.usable or not len(slots):
             return _NO_FRAMES
         memory.take_back(PLACES_S)
-        places = memory.region.take(len(slots))
-        self._held.update(zip(slots.tolist(), places.tolist(), strict=False))
+        with self._swap:
+            if memory is not self._memory:
+                return _NO_FRAMES
+            places = memory.region.take(len(slots))
+            self._held.update(zip(slots.tolist(), places.tolist(), strict=False))
         return places
 
     def flush(self, slots: I64, epochs: I64, keys: Sequence[bytes], *, bound: bool = True) -> None:

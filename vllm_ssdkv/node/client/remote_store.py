@@ -129,9 +129,10 @@ class _Part:
 class RemoteStore:
     """The store of one rank in a pool of nodes, often of one.
 
-    The thread of the forward pass calls all methods. A thread of its own waits for the nodes: of
-    each part of a load that fails, or is late by what loads of the other node take, that other node
-    is asked too, where it has the blocks.
+    The thread of the forward pass calls all methods; or a thread for each node saves its slots
+    (:meth:`reserve_frames`, :meth:`flush`, :meth:`abandon`), and another one calls the rest. A
+    thread of its own waits for the nodes: of each part of a load that fails, or is late by what
+    loads of the other node take, that other node is asked too, where it has the blocks.
 
     HBM blocks are known to nodes by handles, which are good until the block has come once, or the
     load is over. So what an overtaken node sends is not copied. A node tells of a block when it has
