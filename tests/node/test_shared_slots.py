@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import time
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from tests.node.test_volumes import DEADLINE_S, VOLUME, Host
 from tests.store.placement.test_rebalancer import GEOMETRY, Saver
 from vllm_ssdkv.base.errors import NodeError, StoreError, StoreFullError
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.node.client.node_engine import NodeEngine
 from vllm_ssdkv.node.client.node_existence import NodeExistence
 from vllm_ssdkv.node.client.node_link import NodeLink
 from vllm_ssdkv.node.client.session import Peer
@@ -32,7 +35,9 @@ from vllm_ssdkv.node.protocol.messages import (
 )
 from vllm_ssdkv.node.server import volume_link
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
+from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES
 from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState
+from vllm_ssdkv.store.io.engines.protocol import Op
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.own_store import OwnStore
 from vllm_ssdkv.store.placement.placement import Placement
@@ -96,6 +101,27 @@ class Sharer:
         self.settle()
         return found
 
+    def write(self, place: int, byte: int) -> int:
+        """Have a worker fill a place on the first drive with a byte; the result."""
+        self.arena.view(0, 4096)[:] = byte
+        return self._move(Op.WRITE, place)
+
+    def read_byte(self, place: int) -> int:
+        """Byte that a place on the first drive is filled with."""
+        assert self._move(Op.READ, place) == 4096
+        (byte,) = set(self.arena.view(0, 4096).tolist())
+        return int(byte)
+
+    def _move(self, op: Op, place: int) -> int:
+        none, drives = np.zeros(2, dtype=np.int64), np.arange(2, dtype=np.int64)
+        engine = NodeEngine(self.arena, none, drives, lambda _: self.worker.wire)
+        at = np.array([SUPERBLOCK_BYTES + 4096 * place], dtype=np.uint64)
+        zero = np.zeros(1, dtype=np.uint64)
+        lengths = np.array([4096], dtype=np.uint32)
+        batch = engine.submit(op, zero.astype(np.uint16), at, lengths, zero)
+        assert batch.wait(DEADLINE_S)
+        return int(batch.results()[0])
+
     def let_go(self, slots: list[int]) -> None:
         self.slots.unpin(np.array(slots))
         self.settle()
@@ -124,6 +150,12 @@ def sharers(host: Host) -> Iterator[tuple[Sharer, Sharer]]:
 def status(host: Host) -> StoreStatus:
     assert host.node is not None
     return host.node.status().stores[0]
+
+
+def runs(host: Host) -> set[str]:
+    """Engines that have a session."""
+    assert host.node is not None
+    return {session.run for session in host.node.status().sessions}
 
 
 def room(sharer: Sharer) -> int:
@@ -317,6 +349,61 @@ def test_the_last_writes_of_an_engine_end_before_its_claims(
     assert until(lambda: before.ended)
     assert until(lambda: status(host).pinned == 0)
     assert until(lambda: writer.worker.session not in (None, before))
+
+
+@contextlib.contextmanager
+def late_writes(tmp_path: Path, seconds: float) -> Iterator[tuple[Host, Sharer, Sharer]]:
+    """A node on which a worker's write number ``SLOTS`` takes longer than its deadline."""
+    late = {"kind": "latency", "op": "write", "count": 1, "seconds": seconds}
+    late["after"] = SLOTS - 1
+    host = Host(tmp_path, io={"deadline": 0.5, "engine": "threads", "faults": [late]})
+    host.start()
+    made = Sharer(host.address, "one"), Sharer(host.address, "two")
+    try:
+        yield host, *made
+    finally:
+        for sharer in made:
+            sharer.close()
+        host.stop()
+
+
+def hung_write(writer: Sharer) -> int:
+    """Slot of an engine whose write has failed, and is still under way."""
+    writer.slots.obtain(1)
+    writer.slots.reserve(1)
+    slot = int(writer.slots.allocate(1, reserved=True)[0])
+    assert [writer.write(SLOTS, 0) for _ in range(SLOTS - 1)] == [4096] * (SLOTS - 1)
+    assert writer.write(slot, 1) == -errno.EIO
+    return slot
+
+
+def test_a_write_that_hangs_destroys_nothing_that_another_engine_has_stored(tmp_path: Path) -> None:
+    """The node answers in time that it has failed; its bytes may come to the drive later."""
+    with late_writes(tmp_path, seconds=2.0) as (host, first, second):
+        slot = hung_write(first)
+        first.slots.drop(slot)
+        first.let_go([slot])
+        others = range(room(second))
+        assert len(others) == SLOTS - 1
+        slots = second.store(*others)
+        assert [second.write(slot, 2) for slot in slots] == [4096] * len(slots)
+        second.let_go(slots)
+        assert until(lambda: room(second) == SLOTS), "it has its slot when the write has ended"
+        assert [second.read_byte(slot) for slot in slots] == [2] * len(slots)
+        assert status(host).pinned == 0
+
+
+def test_a_write_that_hangs_outlives_no_claim(tmp_path: Path) -> None:
+    with late_writes(tmp_path, seconds=60.0) as (host, first, second):
+        hung_write(first)
+        first.close()
+        assert until(lambda: "one" not in runs(host))
+        assert room(second) == SLOTS - 1
+        second.close()
+        assert until(lambda: not runs(host))
+        third = Sharer(host.address, "three")
+        assert room(third) == SLOTS - 1, "nor the last engine"
+        third.close()
 
 
 def test_workers_whose_scheduler_is_gone_write_no_more(

@@ -346,6 +346,8 @@ class Connection:
         channel.start_heartbeat(state.config.lease / BEATS)
         link = VolumeLink(channel, volumes, state.config, state.counters)
         self._link = link
+        if volumes.shared:
+            state.shared.writers.add(session.run, link)
         link.serve(self._count_call)
 
     def _serve_attention(self, session: Session) -> None:
@@ -380,6 +382,8 @@ class Connection:
                 if state.links.get(place) is link:
                     del state.links[place]
         link.close()
+        if isinstance(link, VolumeLink) and link.volumes.shared:
+            state.shared.writers.remove(session.run, link)
 
     def _count_call(self, name: str) -> None:
         if name in CALLS:

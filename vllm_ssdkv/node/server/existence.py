@@ -205,7 +205,7 @@ class Existence:
             claim = self._claims.find(slot, epoch)
             self._index.drop(slot)
             if claim is not None:
-                self._give_up(claim)
+                self._dropped(claim)
             self._discard([slot])
 
     def forget_all(self, lease: Lease) -> None:
@@ -220,6 +220,10 @@ class Existence:
 
     def _discard(self, slots: Sequence[int]) -> None:
         """Some of these slots may be free now. Lock held."""
+
+    def _dropped(self, claim: Claim) -> None:
+        """A claimed block is not to be found. Lock held."""
+        self._give_up(claim)
 
     def _give_up(self, claim: Claim) -> None:
         """A claimed block will not be stored, or not be found any more. Lock held."""

@@ -2,7 +2,8 @@
 
 Workers move the bytes themselves. The node says which slot holds which block, who may write a slot,
 and who reads it: a slot is granted to one session, which publishes it when all of its ranks have
-written it. It never changes from then on until nobody has pinned it and it is granted anew.
+written it. It never changes from then on until nobody has pinned it and it is granted anew. A slot
+that its writer has given up is granted when no write of this engine is under way any more.
 
 The journal lies in the directory of the first volume. Grants and pins are in memory alone: a
 restart of the node knows of none.
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 from uuid import UUID
 
 import msgspec
@@ -55,16 +56,68 @@ class _About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     opened: int = 0
 
 
+class Write(Protocol):
+    """One write to a volume."""
+
+    def done(self) -> bool:
+        """Check whether it has ended. Never blocks."""
+
+
+class Writer(Protocol):
+    """One connection by which a worker writes to shared volumes."""
+
+    def writes(self) -> Sequence[Write]:
+        """Writes that have not ended, also those that nobody waits for. Any thread."""
+
+
+class Writers:
+    """Connections by which the workers of each run write. Any thread may call.
+
+    Example:
+        writers = Writers()
+        writers.add("a run", link)
+        writers.under_way("a run")
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._of: dict[str, list[Writer]] = {}
+        self._left: list[tuple[str, Write]] = []
+        """Writes of connections that are over, with their run."""
+
+    def add(self, run: str, writer: Writer) -> None:
+        """A worker may write by this connection from now on."""
+        with self._lock:
+            self._of.setdefault(run, []).append(writer)
+
+    def remove(self, run: str, writer: Writer) -> None:
+        """A connection is over; writes may hang."""
+        with self._lock:
+            self._of[run].remove(writer)
+            if not self._of[run]:
+                del self._of[run]
+            self._left = [(of, write) for of, write in self._left if not write.done()]
+            self._left += [(run, write) for write in writer.writes()]
+
+    def under_way(self, run: str) -> list[Write]:
+        """Writes of a run that have not ended."""
+        with self._lock:
+            writes = [write for of, write in self._left if of == run and not write.done()]
+            for writer in self._of.get(run, ()):
+                writes += writer.writes()
+        return writes
+
+
 class SharedIndex(Existence):
     """Index of shared volumes.
 
     Example:
-        index = SharedIndex(spec, shelf.shared_directory(fingerprint))
+        index = SharedIndex(spec, shelf.shared_directory(fingerprint), Writers())
         slots, epochs = index.grant(lease, 16)
         index.publish(lease, slots, epochs, keys)
     """
 
-    def __init__(self, spec: StoreSpec, directory: Path):
+    def __init__(self, spec: StoreSpec, directory: Path, writers: Writers):
         """Open the index. Blocks on I/O.
 
         Raises:
@@ -82,10 +135,22 @@ class SharedIndex(Existence):
             lock_timeout_s=_LOCK_S,
         )
         self._index = SlotIndex(spec.slots, journal, open_number=opened)
+        self._writers = writers
+        self._late: list[tuple[int, list[Write]]] = []
+        """Slots that their writers have given up, pinned once, and the writes of these that were
+        under way."""
+
+    @property
+    def settled(self) -> bool:
+        """Check whether no write to a slot that is nobody's is under way."""
+        with self._lock:
+            self._take_back()
+            return not self._late
 
     def grant(self, lease: Lease, count: int) -> tuple[I64, I64]:
         """Slots for a session to write, [count], or none, and their epochs."""
         with self._lock:
+            self._take_back()
             try:
                 slots = self._index.allocate(count)
             except StoreFullError:
@@ -118,6 +183,26 @@ class SharedIndex(Existence):
                 if self._index.publish(slot, key):
                     found.append(slot)
             self._index.durable(np.array(found, dtype=np.int64))
+
+    def _dropped(self, claim: Claim) -> None:
+        """The slot stays its writer's until this one lets go of it."""
+
+    def _give_up(self, claim: Claim) -> None:
+        """The writer lets go of a slot: others get it when nothing can be written there."""
+        super()._give_up(claim)
+        writes = self._writers.under_way(claim.run)
+        if writes:
+            self._index.pin(np.array([claim.slot], dtype=np.int64))
+            self._late.append((claim.slot, writes))
+
+    def _take_back(self) -> None:
+        """Have slots granted again to which nothing is written any more. Lock held."""
+        late, self._late = self._late, []
+        for slot, writes in late:
+            if all(write.done() for write in writes):
+                self._index.unpin(np.array([slot], dtype=np.int64))
+            else:
+                self._late.append((slot, writes))
 
     def close(self) -> None:
         """Make the journal durable. Blocks."""
@@ -156,6 +241,12 @@ def _count_opening(path: Path, spec: StoreSpec) -> int:
 class SharedIndexes:
     """Indexes of shared volumes that schedulers use now. Any thread may call; methods block on I/O.
 
+    An index without a user stays open while writes to its slots hang: who comes next must not have
+    these slots.
+
+    Attributes:
+        writers: Connections of the workers.
+
     Example:
         shared = SharedIndexes(shelf)
         index = shared.take(spec)
@@ -164,6 +255,7 @@ class SharedIndexes:
 
     def __init__(self, shelf: VolumeShelf):
         self._shelf = shelf
+        self.writers = Writers()
         self._lock = threading.Lock()
         self._open: dict[bytes, SharedIndex] = {}
         self._users: dict[bytes, int] = {}
@@ -177,9 +269,10 @@ class SharedIndexes:
         """
         name = Fingerprint(spec.fingerprint).digest
         with self._lock:
+            self._close_unused(name)
             index = self._open.get(name)
             if index is None:
-                index = SharedIndex(spec, self._shelf.shared_directory(name))
+                index = SharedIndex(spec, self._shelf.shared_directory(name), self.writers)
                 self._open[name], self._users[name] = index, 0
             elif (index.spec.slots, index.spec.layout) != (spec.slots, spec.layout):
                 raise ConfigError(
@@ -194,9 +287,13 @@ class SharedIndexes:
         name = Fingerprint(index.spec.fingerprint).digest
         with self._lock:
             self._users[name] -= 1
-            if not self._users[name]:
-                del self._open[name], self._users[name]
-                index.close()
+            self._close_unused(name)
+
+    def _close_unused(self, name: bytes) -> None:
+        index = self._open.get(name)
+        if index is not None and not self._users[name] and index.settled:
+            del self._open[name], self._users[name]
+            index.close()
 
     def indexes(self) -> list[SharedIndex]:
         """Indexes that are open."""

@@ -69,6 +69,17 @@ class _Job:
     until: float
 
 
+@dataclass(slots=True, eq=False)
+class _Write:
+    """Bytes of a frame on their way to a drive, until they are there or cannot come there."""
+
+    batch: Batch | None = None
+    failed: bool = False
+
+    def done(self) -> bool:
+        return self.failed or (self.batch is not None and self.batch.done())
+
+
 class _Lane:
     """One drive of a session: its memory, a ring, and the thread that answers.
 
@@ -208,6 +219,12 @@ class VolumeLink:
         self.memory = self._arena.view(0, self._arena.nbytes)
         self._lanes = [_Lane(self, drive, drive * window, window) for drive in range(drives)]
         self._credit = CREDIT
+        self._writes: list[_Write] = []
+
+    def writes(self) -> list[_Write]:
+        """Writes that came here and have not ended, be it that nobody waits for them any more. Any
+        thread, also after :meth:`close`."""
+        return [write for write in self._writes if not write.done()]
 
     def serve(self, count: Callable[[str], None]) -> None:
         """Serve until the connection ends.
@@ -230,15 +247,28 @@ class VolumeLink:
         lane = self._lanes[message.drive]
         begin = lane.reserve(nbytes)
         if message.write:
-            self._channel.receive_payload([self.memory[begin : begin + nbytes].data], PAYLOAD_S)
-            self._give_credit(nbytes)
-        batch = None
-        if not lane.dead:
-            batch = self._submit(message, offsets, lengths, begin)
+            batch = self._write(lane, message, offsets, lengths, begin)
+        else:
+            batch = None if lane.dead else self._submit(message, offsets, lengths, begin)
         direction = "saved" if message.write else "loaded"
         self._counters.add("node_bytes", nbytes, direction=direction)
         until = time.monotonic() + self.deadline_s
         lane.put(_Job(frame.call_id, begin, nbytes, lengths, message.write, batch, until))
+
+    def _write(
+        self, lane: _Lane, message: MoveBytes, offsets: I64, lengths: I64, begin: int
+    ) -> Batch | None:
+        """Receive the bytes of a write and begin it; None: the drive is out of use."""
+        write, nbytes = _Write(), int(lengths.sum())
+        self._writes = [*self.writes(), write]
+        try:
+            self._channel.receive_payload([self.memory[begin : begin + nbytes].data], PAYLOAD_S)
+            self._give_credit(nbytes)
+            if not lane.dead:
+                write.batch = self._submit(message, offsets, lengths, begin)
+        finally:
+            write.failed = write.batch is None
+        return write.batch
 
     def _check(self, frame: Frame, message: MoveBytes, offsets: I64, lengths: I64) -> int:
         """Check a frame; the bytes that it is about.
