@@ -1,4 +1,4 @@
-"""Predictions beside measurements: the table of ``docs/sizing.md``, and a short one of here."""
+"""Predictions beside measurements: the table of ``docs/sizing.md``, and one of each setting."""
 
 from __future__ import annotations
 
@@ -63,14 +63,33 @@ def validation_table(found: Sequence[Prediction]) -> Table:
     return table
 
 
+def summary(found: Sequence[Prediction]) -> Table:
+    """Range of the deviations by mode and selector; the note has each miss with its numbers."""
+    table = Table("Deviations", ["settings", "predictions", f"within {TOLERANCE:.0%}", "off"])
+    kinds = [one.setting.rpartition(", ")[0] for one in found]
+    for kind in dict.fromkeys(kinds):
+        of = [one for one, its in zip(found, kinds, strict=True) if its == kind]
+        off = sorted(one.deviation for one in of)
+        inside = sum(not one.miss for one in of)
+        table.add(kind, len(of), inside, f"{off[0]:+.0%} to {off[-1]:+.0%}")
+    misses = [
+        f"Missed: {one.setting}, {one.drives} drives: predicted {one.predicted:.3g} {one.what}, "
+        f"measured {one.measured:.3g}."
+        for one in found
+        if one.miss
+    ]
+    table.note = " ".join([validation_table(found).note, *misses])
+    return table
+
+
 def section(path: Path) -> str:
-    """Markdown of the table, from the runs that a file has.
+    """Markdown of the summary, from the runs that a file has.
 
     Raises:
         BenchError: the file has no run that calibrates, or a line is no JSON.
     """
     runs = read_runs(path)
-    table = validation_table(predictions(runs))
+    table = summary(predictions(runs))
     loads = [run["load"] for run in runs]
     busy = f"Load of the two cores when the runs began: {min(loads):.1f} to {max(loads):.1f}."
     known = {run["name"] for run in runs}

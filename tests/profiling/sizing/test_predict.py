@@ -96,9 +96,10 @@ def test_misses_are_bold(tmp_path: Path) -> None:
     assert table.rows[2][-1] == "**+50%**"
     assert table.rows[1][-1] == "+19%"
     file = tmp_path / "runs.jsonl"
-    file.write_text("\n".join(map(json.dumps, runs([0.0]))) + "\n")
+    file.write_text("\n".join(map(json.dumps, runs([0.0, 0.5]))) + "\n")
     text = section(file)
-    assert "1 of 1 within 20%" in text
+    assert "| page, exact | 2 | 1 | +0% to +50% |" in text
+    assert "1 of 2 within 20%. Missed: page, exact, 1 x 4,096 tokens, 2 drives: predicted" in text
     assert "1.0 to 3.0" in text
     assert "Not measured: exact, 1 drives" in " ".join(text.split())
 
