@@ -2,7 +2,7 @@
 
 Everything that another language has to know is generated from here by
 :mod:`vllm_ssdkv.fpga_offload.generate`: the C ABI, the HLS header, the parameters of the RTL, the
-metadata of XRT and the tables in ``docs/fpga.md``. All numbers are little endian.
+metadata of XRT and the tables in ``docs/fpga-tables.md``. All numbers are little endian.
 
 Addresses of arguments are those of the memory that the kernels read: the process's own for
 ``csim`` and ``rtlsim``, the card's for ``xrt``. Addresses in lists are offsets from the argument
