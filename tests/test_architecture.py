@@ -29,7 +29,7 @@ def section(title: str) -> str:
 
 
 def listed_folders() -> list[str]:
-    return re.findall(r"^\| `([a-z_/]+)` \|", section("The tree"), re.MULTILINE)
+    return re.findall(r"^([a-z_/]+)  +\S", section("The tree"), re.MULTILINE)
 
 
 def test_the_tree_lists_every_folder_that_has_a_purpose_of_its_own() -> None:
@@ -86,7 +86,7 @@ def test_every_metric_of_the_limits_exists() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
     rows = [line for line in section("Limits and back-pressure").splitlines() if "| " in line]
     named = {name for row in rows[2:] for name in re.findall(r"`(\w+)`", row.rsplit("|", 2)[1])}
-    assert len(named) > 10
+    assert len(named) > 5
     assert {name for name in named if f"`vllm:ssdkv_{name}" not in page} == set()
 
 

@@ -1,7 +1,7 @@
 """Page mode: whether the store has room for a request's whole context.
 
-The reasons for which a request waits are in ``base/wait_reason.py``; all limits, of writes too,
-are listed in ``ARCHITECTURE.md``, "Limits and back-pressure".
+The reasons for which a request waits are in ``base/wait_reason.py``; ``ARCHITECTURE.md`` has the
+limits beside it ("Limits and back-pressure").
 """
 
 from __future__ import annotations
