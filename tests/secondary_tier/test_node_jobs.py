@@ -18,6 +18,7 @@ from tests.kit.waiting import PATIENCE_S, until
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.secondary_tier.chunk_writer import Pool
 from vllm_ssdkv.secondary_tier.node_jobs import NodeChunk, NodeHalves, NodeJob, NodeJobs
+from vllm_ssdkv.store.index.computed_blocks import ComputedBlocks
 from vllm_ssdkv.store.index.slot_index import FULL, PAUSED, TAKEN
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
 
@@ -35,13 +36,16 @@ class Index:
         self.stored: set[int] = set()
         self.unpinned: list[int] = []
         self.touched: list[bytes] = []
+        self.origins: list[ComputedBlocks] = []
+        self.left: list[str] = []
         self.broken = False
         self.steps = 0
 
     def step(self) -> None:
         self.steps += 1
 
-    def claim(self, keys: Sequence[bytes]) -> I64:
+    def claim(self, keys: Sequence[bytes], *, of: ComputedBlocks) -> I64:
+        self.origins.append(of)
         if self.broken:
             raise RuntimeError("no luck")
         return np.array(self.claims[: len(keys)], dtype=np.int64)
@@ -57,6 +61,10 @@ class Index:
 
     def touch_chain(self, keys: Sequence[bytes]) -> None:
         self.touched += keys
+
+    def computes_no_more(self, name: str) -> None:
+        assert self.origins
+        self.left.append(name)
 
     def unpin(self, slots: I64) -> None:
         self.unpinned += slots.tolist()
@@ -287,3 +295,13 @@ def test_no_error_keeps_a_job_from_its_end(rig: Rig) -> None:
 def test_chunks_in_use_are_touched(rig: Rig) -> None:
     rig.jobs.touch([b"a", b"b"])
     until(lambda: rig.index.touched == [b"a", b"b"])
+
+
+def test_a_request_leaves_when_its_chunks_are_claimed(rig: Rig) -> None:
+    """Else others would compute in between what it is about to store."""
+    rig.index.claims = [TAKEN]
+    job = rig.begin(1, [1], loads=False)
+    rig.jobs.leave("request")
+    until(lambda: rig.index.left == ["request"])
+    assert rig.index.origins == [ComputedBlocks("request", [bytes([1])])]
+    rig.end(job)

@@ -21,6 +21,8 @@ class Node:
         self.answers = threading.Event()
         self.answers.set()
         self.broken = False
+        self.computed: set[bytes] = set()
+        self.awaited: list[tuple[str, list[bytes]]] = []
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         self.asked.append(list(keys))
@@ -28,6 +30,13 @@ class Node:
         if self.broken:
             raise RuntimeError("no luck")
         return [key in self.stored for key in keys]
+
+    def awaits(self, request: str, keys: Sequence[bytes]) -> bool:
+        """As if others compute these chunks."""
+        self.awaited.append((request, list(keys)))
+        if self.broken:
+            raise RuntimeError("no luck")
+        return keys[0] in self.computed
 
 
 @pytest.fixture
@@ -42,7 +51,7 @@ def counters() -> Counters:
 
 @pytest.fixture
 def lookups(node: Node, counters: Counters) -> Iterator[NodeLookups]:
-    made = NodeLookups(node.find, counters)
+    made = NodeLookups(node.find, node.awaits, counters)
     yield made
     made.close()
 
@@ -111,7 +120,41 @@ def test_an_error_is_counted_and_nothing_is_found(
     node.stored, node.broken = {b"a"}, True
     lookups.found(b"a", "one")
     assert not answer(lookups, b"a", "one")
-    assert counters.total("thread_errors", thread="node") == 1
+    assert counters.total("thread_errors", thread="node") == 2
     node.broken = False
     lookups.found(b"a", "other")
     assert answer(lookups, b"a", "other")
+
+
+def test_a_request_waits_for_what_others_compute(lookups: NodeLookups, node: Node) -> None:
+    node.stored, node.computed = {b"a"}, {b"b", b"c"}
+    for group, keys in enumerate((b"abcd", b"xy")):
+        for end, key in enumerate(keys):
+            assert lookups.found(bytes([key]), "one", group, end) is None
+    assert answer(lookups, b"a", "one")
+    until(lambda: len(node.awaited) > 2, "it is asked again whether there is something to wait for")
+    assert all(asked == ("one", [b"b", b"c", b"d"]) for asked in node.awaited)
+    for key in (b"b", b"c", b"d", b"x", b"y"):
+        assert lookups.found(key, "one") is None
+    lookups.found(b"e", "other")
+    assert not answer(lookups, b"e", "other")  # meanwhile
+    node.stored |= {b"b", b"y"}
+    node.computed = {b"c"}
+    until(lambda: node.awaited[-1][1] == [b"c", b"d"])  # what is stored needs no more waiting
+    assert answer(lookups, b"b", "one")
+    assert answer(lookups, b"y", "one")
+    assert lookups.found(b"c", "one") is None
+    node.computed = set()
+    for key in (b"c", b"d", b"x"):
+        assert not answer(lookups, key, "one")
+
+
+def test_chunks_are_awaited_head_first(lookups: NodeLookups, node: Node) -> None:
+    """vLLM looks windows up from their end."""
+    lookups.found(b"b", "one", 1, 32)
+    lookups.found(b"a", "one", 1, 16)
+    assert not answer(lookups, b"a", "one")
+    assert node.awaited == [("one", [b"a", b"b"])]
+    lookups.found(b"c", "one", 0, 16)  # of another group than the first one
+    assert not answer(lookups, b"c", "one")
+    assert len(node.awaited) == 1

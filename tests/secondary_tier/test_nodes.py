@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
+from vllm.v1.kv_offload.base import LookupResult
 
 from tests.kit.node import NodeProcess
 from tests.kit.waiting import until
@@ -51,11 +52,11 @@ def test_each_engine_finds_what_the_other_stored(
     else:
         node = start_node()
     with two(settings, nodes=[str(node.addresses[0])], **options) as (one, other):
-        context = one.begin()
-        assert one.looked_up(KEYS[:12], context) == []
         named = other.arrive(request_of("a name"))
         assert other.stored(KEYS, named) == set()
         other.end(named)
+        context = one.begin()
+        assert one.looked_up(KEYS[:12], context) == []
         one.compute(range(12))
         assert other.stored(KEYS, other.arrive(request_of("a name"))) == set(range(12))
         other.compute(range(6, 24))
@@ -175,3 +176,39 @@ def test_of_two_nodes_one_may_end(settings: VllmConfig, start_node: StartNode) -
         assert other.recovered(range(24)) == list(range(24))
         other.compute(range(30, 40))
         assert one.recovered(range(30, 40)) == list(range(30, 40))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_request_waits_for_chunks_that_another_engine_computes(
+    settings: VllmConfig, start_node: StartNode, count: int
+) -> None:
+    nodes = [str(start_node(f"{at}").addresses[0]) for at in range(count)]
+    with two(settings, nodes=nodes) as (one, other):
+        first = one.begin()
+        assert one.stored(KEYS[:12], first) == set()  # it computes them from now on
+        second = other.begin()
+        asked = [other.tier.lookup(key, second) for key in KEYS[:16]]
+        for at in (0, 6):
+            for _ in range(20):
+                other.step()
+                asked = [other.tier.lookup(key, second) for key in KEYS[:16]]
+                time.sleep(0.005)
+            assert asked[at:] == [LookupResult.RETRY] * (16 - at)
+            one.store(KEYS[at : at + 6], first)
+            one.settle()
+        one.end(first)
+        assert other.stored(KEYS[:16], second) == set(range(12))
+        other.end(second)
+        counters = other.tier.chunks.counters
+        assert counters.total("prefix_waits", end="served") == 1
+        assert one.stored(KEYS[12:16]) == set()
+        assert one.tier.chunks.counters.total("prefix_waits", end="served") == 0
+
+
+def test_a_request_waits_for_no_engine_that_stores_nothing(
+    settings: VllmConfig, start_node: StartNode
+) -> None:
+    with two(settings, nodes=[str(start_node().addresses[0])]) as (one, other):
+        assert one.stored(KEYS, one.begin()) == set()
+        assert other.stored(KEYS, other.begin()) == set()
+        assert other.tier.chunks.counters.total("prefix_waits", end="taken_over") == 1

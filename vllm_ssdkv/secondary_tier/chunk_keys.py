@@ -31,10 +31,12 @@ class _Owner:
 
     Attributes:
         resets: Resets of the cache that came before it.
+        head: vLLM's hash of its first block; empty where it has none.
         media: The request, if it has images and the like.
     """
 
     resets: int
+    head: bytes
     media: Request | None
 
 
@@ -83,7 +85,8 @@ class ChunkKeys:
             return
         if request.mm_features:
             self._media.note(request)
-        context.set_state(_Owner(self._resets, request if request.mm_features else None))
+        head = bytes(request.block_hashes[0]) if request.block_hashes else b""
+        context.set_state(_Owner(self._resets, head, request if request.mm_features else None))
 
     def _tell_unknown(self) -> None:
         if not self._told_unknown:
@@ -101,6 +104,11 @@ class ChunkKeys:
                 "an adapter's name only, not its weights; SSDKVConnector serves adapters",
                 adapter,
             )
+
+    def head(self, context: ReqContext) -> bytes:
+        """vLLM's hash of a request's first block; empty where none is known."""
+        owner = context.get_state(_Owner)
+        return b"" if owner is None else owner.head
 
     def of(self, key: OffloadKey, context: ReqContext) -> bytes | None:
         """Key of a request's chunk in the store; None: it has none."""

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
-from vllm.v1.kv_offload.base import OffloadingEvent
+from vllm.v1.kv_offload.base import OffloadingEvent, get_offload_group_idx
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
 from vllm_ssdkv.connector.node_startup import open_remote_index, open_remote_store
@@ -18,7 +18,7 @@ from vllm_ssdkv.secondary_tier.tier_store import ChunkSpace
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from vllm.v1.kv_offload.base import ReqContext
+    from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 
 class NodeChunks:
@@ -31,14 +31,23 @@ class NodeChunks:
         self.deadline_s = space.config.io.deadline
         self._halves, self._chunk_bytes = halves, space.pool.row_bytes
         self._jobs = NodeJobs(halves, space.pool, offset, self.deadline_s, self.counters)
-        self._lookups = NodeLookups(halves.found, self.counters)
+        self._heads: dict[str, bytes] = {}
+        """Key of the first block of each request that has looked something up."""
+        self._lookups = NodeLookups(
+            halves.found,
+            lambda request, keys: halves.awaits(request, keys, self._heads),
+            self.counters,
+        )
         self._open = 0
         """Jobs that have not ended, as far as vLLM knows."""
         self._done: list[JobResult] = []
 
-    def found(self, key: bytes, context: ReqContext) -> bool | None:
-        """Check whether a chunk is stored; None: no node has answered yet."""
-        return self._lookups.found(key, context.req_id)
+    def found(self, key: bytes, name: OffloadKey, context: ReqContext) -> bool | None:
+        """Check whether a chunk is stored; None: no node has answered yet, or another request is
+        computing it."""
+        self._heads.setdefault(context.req_id, self.keys.head(context))
+        group, end = get_offload_group_idx(name), context.get_offload_key_position(name) or 0
+        return self._lookups.found(key, context.req_id, group, end)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark chunks, head first, as just used."""
@@ -94,8 +103,10 @@ class NodeChunks:
         self._lookups.ask()
 
     def request_ended(self, request_id: str) -> None:
-        """Forget what a request has asked for."""
+        """Forget what a request has asked for. It computes nothing more."""
         self._lookups.forget(request_id)
+        self._heads.pop(request_id, None)
+        self._jobs.leave(request_id)
 
     def renewed(self) -> None:
         """Nothing: other keys are asked for from now on."""

@@ -10,7 +10,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -23,6 +23,7 @@ from vllm_ssdkv.node.client.remote_index import RemoteIndex
 from vllm_ssdkv.node.client.remote_store import RemoteStore
 from vllm_ssdkv.secondary_tier.chunk_writer import ChunkWrite, ChunkWriter, Pool
 from vllm_ssdkv.secondary_tier.load_jobs import count_load
+from vllm_ssdkv.store.index.computed_blocks import ComputedBlocks
 from vllm_ssdkv.store.index.slot_index import NO_SLOT_CAUSES
 from vllm_ssdkv.store.io.thread_errors import ThreadErrors
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
@@ -145,6 +146,19 @@ class NodeHalves:
             self.index.step()
             return [slot >= 0 for slot in self.index.find_each(keys).tolist()]
 
+    def awaits(self, request: str, keys: Sequence[bytes], heads: Mapping[str, bytes]) -> bool:
+        """Check whether a request that lacks these chunks had better wait: others compute them. If
+        not, it computes them itself, until :meth:`NodeJobs.leave`. Waits for nodes as above.
+
+        ``heads``: key of the first block of each request that has not ended.
+        """
+        with self.asking:
+            head = heads.get(request)
+            if head is None:
+                return False
+            self.index.step()
+            return self.index.awaits(request, keys, lambda: None, head)
+
 
 class NodeJobs:
     """Carries out jobs in a thread of its own, and copies chunks in a thread for each node, so that
@@ -183,6 +197,10 @@ class NodeJobs:
         """Mark chunks, head first, as just used, in the background."""
         self._orders.put(lambda: self._touch(keys))
 
+    def leave(self, request: str) -> None:
+        """A request has ended, and all of its jobs have begun: it computes nothing more."""
+        self._orders.put(lambda: self._leave(request))
+
     def take_done(self) -> list[NodeJob]:
         """Jobs that ended since the last call."""
         found = []
@@ -208,12 +226,16 @@ class NodeJobs:
             with self._errors.swallowed("jobs of the tier are late"):
                 self._poll()
             if order is not None:  # else the job would never end, and a reset would wait for it
-                with self._errors.swallowed("chunks are not marked as used"):
+                with self._errors.swallowed("nodes are not told what is in use"):
                     order()
 
     def _touch(self, keys: Sequence[bytes]) -> None:
         with self._halves.asking:
             self._halves.index.touch_chain(keys)
+
+    def _leave(self, request: str) -> None:
+        with self._halves.asking:
+            self._halves.index.computes_no_more(request)
 
     def _begin(self, job: NodeJob) -> None:
         job.failed = True  # unless the rest says otherwise
@@ -234,7 +256,8 @@ class NodeJobs:
         chunks = [chunk for chunk in job.chunks for _ in range(index.node_replicas)]
         with self._halves.asking:
             index.step()
-            slots = index.claim([chunk.key for chunk in chunks])
+            keys = [chunk.key for chunk in chunks]
+            slots = index.claim(keys, of=ComputedBlocks(job.request, keys))
             epochs = index.epochs(slots.clip(0)).tolist()
             job.failed = not index.connected
         orders = []

@@ -18,7 +18,7 @@ from vllm_ssdkv.store.index_metrics import IndexMetrics
 from vllm_ssdkv.store.own_store import owned
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import ReqContext
+    from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 
 class OwnChunks:
@@ -35,7 +35,7 @@ class OwnChunks:
         self._stores = StoreJobs(parts, self._events)
         self._loads = LoadJobs(parts, self._events)
 
-    def found(self, key: bytes, context: ReqContext) -> bool:
+    def found(self, key: bytes, name: OffloadKey, context: ReqContext) -> bool:
         """Check whether a chunk is stored; touches memory only."""
         return self._find(key) is not None
 

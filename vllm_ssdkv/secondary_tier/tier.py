@@ -64,8 +64,8 @@ class Chunks(Protocol):
     counters: Counters
     deadline_s: float
 
-    def found(self, key: bytes, context: ReqContext) -> bool | None:
-        """Check whether a chunk is stored; None: that is not known yet."""
+    def found(self, key: bytes, name: OffloadKey, context: ReqContext) -> bool | None:
+        """Check whether a chunk is stored, by our key and vLLM's; None: that is not known yet."""
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark chunks, head first, as just used."""
@@ -172,7 +172,7 @@ class SSDKVTier(SecondaryTierManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Check whether a chunk is stored."""
         named = self.chunks.keys.of(key, req_context)
-        return _ANSWERS[False if named is None else self.chunks.found(named, req_context)]
+        return _ANSWERS[False if named is None else self.chunks.found(named, key, req_context)]
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Mark chunks, head first, as just used."""
