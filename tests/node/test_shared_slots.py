@@ -406,6 +406,23 @@ def test_a_write_that_hangs_outlives_no_claim(tmp_path: Path) -> None:
         third.close()
 
 
+def test_a_write_that_was_tried_again_on_another_connection_outlives_no_claim(
+    tmp_path: Path,
+) -> None:
+    with late_writes(tmp_path, seconds=60.0) as (_, first, second):
+        slot = hung_write(first)
+        before = first.worker.session
+        assert before is not None
+        before.end()
+        assert until(lambda: first.worker.session not in (None, before))
+        assert first.write(slot, 1) == 4096
+        assert first.slots.publish(slot, key(0))
+        first.slots.durable(slot)
+        first.let_go([slot])
+        assert room(second) == SLOTS - 1
+        assert second.find(0) == [slot]
+
+
 def test_workers_whose_scheduler_is_gone_write_no_more(
     host: Host, sharers: tuple[Sharer, Sharer]
 ) -> None:

@@ -136,16 +136,21 @@ class SharedIndex(Existence):
         )
         self._index = SlotIndex(spec.slots, journal, open_number=opened)
         self._writers = writers
-        self._late: list[tuple[int, list[Write]]] = []
-        """Slots that their writers have given up, pinned once, and the writes of these that were
-        under way."""
+        self._late: list[tuple[list[int], list[Write]]] = []
+        """Slots that are not to be granted, each pinned once, and writes that may be to them."""
 
     @property
     def settled(self) -> bool:
-        """Check whether no write to a slot that is nobody's is under way."""
+        """Check whether no write may come to a slot that its writer has done with."""
         with self._lock:
             self._take_back()
             return not self._late
+
+    def gauges(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Gauges and counters of the index."""
+        with self._lock:
+            self._take_back()
+            return self._index.gauges(), dict(self._index.counters)
 
     def grant(self, lease: Lease, count: int) -> tuple[I64, I64]:
         """Slots for a session to write, [count], or none, and their epochs."""
@@ -167,7 +172,8 @@ class SharedIndex(Existence):
 
         Slots that were not granted to the session so are left out.
         """
-        found = []
+        found: list[int] = []
+        done: list[int] = []
         with self._lock:
             now = time.monotonic()
             for (slot, epoch), key in zip(pairs_of(slots, epochs), keys, strict=True):
@@ -180,9 +186,11 @@ class SharedIndex(Existence):
                     # This session has computed it anew: from here on for everybody.
                     self._drop([(older, self._index.epoch(older))], "engine")
                 self._claims.remove(claim)
+                done.append(slot)
                 if self._index.publish(slot, key):
                     found.append(slot)
             self._index.durable(np.array(found, dtype=np.int64))
+            self._keep(done, lease.run)  # a first try may hang, on a connection before
 
     def _dropped(self, claim: Claim) -> None:
         """The slot stays its writer's until this one lets go of it."""
@@ -190,19 +198,23 @@ class SharedIndex(Existence):
     def _give_up(self, claim: Claim) -> None:
         """The writer lets go of a slot: others get it when nothing can be written there."""
         super()._give_up(claim)
-        writes = self._writers.under_way(claim.run)
+        self._keep([claim.slot], claim.run)
+
+    def _keep(self, slots: list[int], run: str) -> None:
+        """Do not grant slots before the writes of a run that are under way end. Lock held."""
+        writes = self._writers.under_way(run) if slots else []
         if writes:
-            self._index.pin(np.array([claim.slot], dtype=np.int64))
-            self._late.append((claim.slot, writes))
+            self._index.pin(np.array(slots, dtype=np.int64))
+            self._late.append((slots, writes))
 
     def _take_back(self) -> None:
         """Have slots granted again to which nothing is written any more. Lock held."""
         late, self._late = self._late, []
-        for slot, writes in late:
+        for slots, writes in late:
             if all(write.done() for write in writes):
-                self._index.unpin(np.array([slot], dtype=np.int64))
+                self._index.unpin(np.array(slots, dtype=np.int64))
             else:
-                self._late.append((slot, writes))
+                self._late.append((slots, writes))
 
     def close(self) -> None:
         """Make the journal durable. Blocks."""
