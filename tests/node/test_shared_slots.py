@@ -19,6 +19,7 @@ from tests.node.test_volumes import DEADLINE_S, VOLUME, Host
 from tests.store.placement.test_rebalancer import GEOMETRY, Saver
 from vllm_ssdkv.base.errors import NodeError, StoreError, StoreFullError
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.node.client.node_drives import NodeDrives, find_drives
 from vllm_ssdkv.node.client.node_engine import NodeEngine
 from vllm_ssdkv.node.client.node_existence import NodeExistence
 from vllm_ssdkv.node.client.node_link import NodeLink
@@ -34,6 +35,8 @@ from vllm_ssdkv.node.protocol.messages import (
     shared_volume,
 )
 from vllm_ssdkv.node.server import volume_link
+from vllm_ssdkv.store.devices.health import DeviceHealth
+from vllm_ssdkv.store.devices.remote_devices import RemoteVolume
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES
 from vllm_ssdkv.store.index.slot_index import SlotIndex, SlotState
@@ -449,6 +452,48 @@ def test_workers_whose_scheduler_is_gone_write_no_more(
     open_again()
     assert until(lambda: writer.worker.session is not None)
     link.close()
+
+
+def test_workers_are_told_which_slots_their_engine_has_lost(
+    host: Host, sharers: tuple[Sharer, Sharer]
+) -> None:
+    writer, _ = sharers
+    (slot,) = writer.store(0)
+    epoch = writer.slots.epoch(slot)
+    workers, scheduler = writer.worker.session, writer.link.session
+    assert workers is not None
+    assert scheduler is not None
+    workers.end()
+    assert until(lambda: writer.worker.session not in (None, workers))
+    assert writer.worker.since <= epoch, "its scheduler has them still"
+    workers = writer.worker.session
+    scheduler.end()
+    assert until(lambda: writer.worker.session not in (None, workers))
+    assert writer.worker.since > epoch
+    writer.let_go([slot])
+    (slot,) = writer.store(1)
+    assert writer.slots.epoch(slot) >= writer.worker.since
+
+
+def test_workers_write_no_slots_that_their_engine_has_lost(host: Host, tmp_path: Path) -> None:
+    peers = [Peer(Address.parse(host.address), None, "volume", "one")]
+    found = find_drives(peers, "a model", tmp_path / "state")
+    digest = Fingerprint(SPEC.fingerprint).digest
+    drives = NodeDrives(peers, found, "a model", Counters(), DEADLINE_S, digest)
+    volumes = [RemoteVolume(str(one.stub), UUID(bytes=one.drive.name), VOLUME) for one in found]
+    engine = drives.open_engine(volumes, Arena(1 << 20))
+    health = DeviceHealth([volume.path for volume in volumes], DEADLINE_S, Counters())
+    drives.watch(health)
+    peer = Peer(Address.parse(host.address), None, "scheduler", "one", store=SPEC)
+    link = NodeLink(peer, Counters(), with_bytes=False)
+    scheduler = link.start()
+    assert health.writes_since == 0
+    scheduler.end()
+    assert until(lambda: health.writes_since > 0)
+    assert until(lambda: not health.quarantined)
+    link.close()
+    assert drives.close(DEADLINE_S)
+    assert engine.close(DEADLINE_S)
 
 
 def test_workers_that_are_back_at_once_do_not_hold_up_the_end_of_claims(

@@ -131,7 +131,7 @@ SAMPLES: list[Message] = [
     AskVolumes([b"n" * 16]),
     Volumes([VolumeStatus(b"n" * 16, "/ssd", "a/m", 1 << 30, True, 0.0)]),
     OpenVolumes([b"n" * 16, None], [1 << 30, 0], "a/m", 10.0),
-    VolumesOpened(1 << 24),
+    VolumesOpened(1 << 24, 3 << 40),
     MoveBytes(0, False, pack([0, 4096]), pack([4096, 4096])),
     Moved(pack([4096, -5])),
     RemoveVolume(b"n" * 16),

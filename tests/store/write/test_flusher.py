@@ -6,6 +6,7 @@ import itertools
 import logging
 import threading
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ from vllm_ssdkv.store.cache.frames import FrameState
 from vllm_ssdkv.store.devices.health import WriteState
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.format.slot_header import decode
+from vllm_ssdkv.store.io.engines.protocol import Op
 from vllm_ssdkv.store.write.flusher import Pending
 
 
@@ -95,6 +97,46 @@ def test_a_failed_write_is_tried_again_alone(make_store: MakeStore, geometry: Sl
     rig.commit({0: 1, 1: 2, 2: 3})
     assert results(rig, 3) == ({(0, 1), (1, 1), (2, 1)}, set())
     assert rig.files.engine.statistics()["fault_eio.0"] == 1
+    rig.assert_no_leak()
+
+
+def test_slots_that_others_have_by_now_are_not_written(make_store: MakeStore) -> None:
+    rig = make_store()
+    rig.files.health.writes_since = 5
+    rig.hold({0: 1, 1: 2})
+    rig.commit({0: 1}, epoch=4)
+    rig.commit({1: 2}, epoch=5)
+    assert results(rig, 2) == ({(1, 5)}, {(0, 4)})
+    rig.assert_no_leak()
+
+
+@pytest.mark.parametrize("seals", [False, True])
+def test_a_slot_that_another_engine_gets_meanwhile_is_not_written(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, seals: bool
+) -> None:
+    """While its header is made, or before it is tried again."""
+    rig = make_store()
+    health, codec, engine = rig.files.health, type(rig.files.codec), type(rig.files.engine)
+    seal: Any = codec.seal
+    submit: Any = engine.submit
+    written: list[Op] = []
+
+    def sealed(*given: object) -> object:
+        health.writes_since = 5 if seals else 0
+        return seal(*given)
+
+    def submitted(self: object, op: Op, *given: object) -> object:
+        health.writes_since = 5
+        written.append(op)
+        return submit(self, op, *given)
+
+    monkeypatch.setattr(codec, "seal", sealed)
+    monkeypatch.setattr(engine, "submit", submitted)
+    rig.faults({"kind": "eio", "op": "write", "count": 1})
+    rig.hold({0: 1})
+    rig.commit({0: 1}, epoch=4)
+    assert results(rig, 1) == (set(), {(0, 4)})
+    assert written == ([] if seals else [Op.WRITE])
     rig.assert_no_leak()
 
 

@@ -154,6 +154,8 @@ class PagePolicy:
     def begin_step(self) -> None:
         """Send back all requests if a node has forgotten what they use: others may get it."""
         if self._own.shared is not None and self._own.shared.take_loss():
+            for slot in self._slots.writing.slots():
+                self._slots.write_failed(slot)
             for state in self._requests.values():
                 self._unclaimed.add(state.request_id)
                 self.context_unreadable(state)

@@ -267,6 +267,7 @@ class NodeDrives:
             mine = np.flatnonzero(self.node_of == node).tolist()
 
             def tell(here: bool, mine: Sequence[int] = mine, link: VolumeLink = link) -> None:
+                health.writes_since = max(health.writes_since, link.since)
                 for device in mine:
                     if here:
                         health.restore(device)
@@ -281,8 +282,7 @@ class NodeDrives:
 
             link.on_change.append(tell)
             link.on_caught_up.append(caught_up)
-            if link.wire is None:
-                tell(here=False)
+            tell(here=link.wire is not None)
 
     def describe(self) -> list[str]:
         """Lines of the start-up summary."""

@@ -56,6 +56,7 @@ class VolumeLink:
 
     Attributes:
         peer: The node.
+        since: Slots that engines share and that have an older epoch may be another one's by now.
         on_change: Called with True when volumes are to be had, and with False when the node is
             gone, by threads of the link; they must not block, and not call the link.
         on_caught_up: Called with the number of a drive that was late and is no more; likewise.
@@ -84,7 +85,7 @@ class VolumeLink:
             deadline_s: Of each request.
             shared: Whether other engines may have the volumes, too.
         """
-        self.peer = peer
+        self.peer, self.since = peer, 0
         self.on_change: list[Callable[[bool], None]] = []
         self.on_caught_up: list[Callable[[int], None]] = []
         self._model, self._deadline_s, self._shared = model, deadline_s, shared
@@ -199,7 +200,7 @@ class VolumeLink:
         with self._lock:
             if self._closed:
                 raise NodeGoneError("the engine ends")
-            self._wire = wire
+            self._wire, self.since = wire, opened.since
             # Under the lock: the end of one session and the begin of the next are told in order,
             # and whoever closes finds threads that have started.
             wire.start()

@@ -621,9 +621,11 @@ class VolumesOpened(Message, frozen=True):
     Attributes:
         window: Bytes that may be asked of each drive, or be on their way to it, at a time. A frame
             may have half of it.
+        since: Shared slots of older epochs may be another engine's by now.
     """
 
     window: Count
+    since: Count = 0
 
 
 class MoveBytes(Message, frozen=True):

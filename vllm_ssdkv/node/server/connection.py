@@ -107,11 +107,13 @@ class NodeState:
     links: dict[tuple[str, int], WorkerLink] = field(default_factory=dict)
     unclaimed: dict[str, None] = field(default_factory=dict)
 
-    def may_share(self, run: str) -> bool:
-        """Check whether workers of a run may write to shared volumes: not when its claims have
-        ended, until it can claim anew. What they have still to write is of others' slots by now."""
+    def claims_since(self, run: str) -> int | None:
+        """Epoch of the slots that workers of a run may write in shared volumes; older ones are
+        others' by now. None: its claims have ended, and it cannot claim anew yet."""
         with self.lock:
-            return run not in self.unclaimed
+            if run in self.unclaimed:
+                return None
+            return max((one.since for one in self.sessions.values() if one.run == run), default=0)
 
     def volumes_in_use(self) -> list[bytes]:
         """Names of the volumes that sessions have open."""
@@ -249,6 +251,8 @@ class Connection:
         session = Session(
             name, hello.role, hello.run, hello.rank, self._channel.peer, store, Lease(hello.run)
         )
+        if isinstance(store, SharedIndex):
+            session.since = store.next_epoch
         with state.lock:
             state.sessions[name] = session
             if isinstance(store, SharedIndex):
@@ -305,8 +309,8 @@ class Connection:
         elif session.role == "volume" and self._part != "calls":
             self._serve_volumes(session)
         elif session.store is None:
-            in_use, may_share = state.volumes_in_use, state.may_share
-            self._serve_calls(VolumeCalls(session, state.shelf, state.config, in_use, may_share))
+            in_use, since = state.volumes_in_use, state.claims_since
+            self._serve_calls(VolumeCalls(session, state.shelf, state.config, in_use, since))
         elif self._part == "bytes":
             self._serve_bytes(session)
         else:

@@ -26,6 +26,7 @@ class Session:
         peer: Address of the other side.
         store: What it is about; None: of a status session or a volume session.
         lease: What it has pinned.
+        since: Of a scheduler whose volumes are shared: its slots have this epoch or a later one.
         began: Of the monotonic clock.
         channels: Its connections that are open.
         parts: Purposes of all connections that it ever had.
@@ -40,6 +41,7 @@ class Session:
     peer: str
     store: Existence | None
     lease: Lease
+    since: int = 0
     began: float = field(default_factory=time.monotonic)
     channels: list[Channel] = field(default_factory=list)
     parts: set[Part] = field(default_factory=set)

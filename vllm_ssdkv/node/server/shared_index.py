@@ -146,6 +146,12 @@ class SharedIndex(Existence):
             self._take_back()
             return not self._late
 
+    @property
+    def next_epoch(self) -> int:
+        """Epochs of slots from now on are not below this."""
+        with self._lock:
+            return self._index.next_epoch
+
     def gauges(self) -> tuple[dict[str, int], dict[str, int]]:
         """Gauges and counters of the index."""
         with self._lock:

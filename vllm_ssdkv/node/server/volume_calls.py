@@ -31,12 +31,12 @@ class VolumeCalls:
         shelf: VolumeShelf,
         config: NodeConfig,
         in_use: Callable[[], list[bytes]],
-        may_share: Callable[[str], bool],
+        claims_since: Callable[[str], int | None],
     ):
-        """``in_use``: names of the volumes that sessions have open; ``may_share``: whether a run
-        may have shared ones."""
+        """``in_use``: names of the volumes that sessions have open; ``claims_since``: epoch of the
+        slots that a run may have in shared ones, None where it may have none."""
         self._session, self._shelf, self._config, self._in_use = session, shelf, config, in_use
-        self._may_share = may_share
+        self._claims_since = claims_since
 
     def call(self, message: Message) -> Message:
         """Carry out one call.
@@ -71,7 +71,8 @@ class VolumeCalls:
         session = self._session
         if session.volumes is not None:
             raise ProtocolError("order", "a session opens its volumes once")
-        if message.shared and not self._may_share(session.run):
+        since = self._claims_since(session.run) if message.shared else 0
+        if since is None:
             raise NodeRefusedError(
                 "the scheduler of these workers is gone, and others may have its slots"
             )
@@ -83,4 +84,4 @@ class VolumeCalls:
             shared=message.shared,
         )
         session.have(volumes, [name for name in message.names if name is not None])
-        return VolumesOpened(window_of(self._config))
+        return VolumesOpened(window_of(self._config), since)

@@ -172,6 +172,8 @@ class DeviceHealth:
             clock: Monotonic seconds.
         """
         self.paths = tuple(paths)
+        self.writes_since = 0
+        """Epoch from which on slots may be written: those of older ones are somebody else's."""
         self.clock = clock
         self._deadline_s = deadline_s
         self._patience_s = CONDEMN_S if patience_s is None else patience_s

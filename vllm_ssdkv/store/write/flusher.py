@@ -351,7 +351,8 @@ class Flusher:
         """Items to write now. Lock held.
 
         A slot with an older write in flight waits: two writes to one place may land in any order.
-        One whose older write is overdue fails: its device is out of use.
+        One whose older write is overdue fails: its device is out of use. So does a slot that is
+        somebody else's by now.
         """
         self._set_aside()
         if not self._queue:
@@ -362,7 +363,7 @@ class Flusher:
         most = self._most_items()
         while self._queue and len(items) < most:
             item = self._queue.popleft()
-            if item.slot in overdue:
+            if item.slot in overdue or self._is_void(item):
                 self._failed.append((item.slot, item.epoch))
             elif item.slot in self._busy:
                 kept.append(item)
@@ -373,6 +374,10 @@ class Flusher:
         self._under_way.update(dict.fromkeys(items, True))
         self._wake.notify_all()
         return items
+
+    def _is_void(self, item: Pending) -> bool:
+        """Check whether the slot may be another engine's by now."""
+        return item.epoch < self._files.health.writes_since
 
     def _most_items(self) -> int:
         """Number of slots to write at once: half of the images, so that two groups fit."""
@@ -424,6 +429,8 @@ class Flusher:
         *,
         again: bool,
     ) -> SlotRequest:
+        if any(map(self._is_void, items)):  # since they were taken from the queue
+            raise StoreError("slots are another engine's by now")
         size = self._files.geometry.slot_bytes
         places, tails = self._places(frames, images)
         return self._files.submit(
@@ -535,6 +542,8 @@ class Flusher:
         for i in np.flatnonzero(failed).tolist():
             if self._stopping or time.monotonic() >= end:
                 break
+            if self._is_void(group.items[i]):
+                continue
             alone = np.zeros(len(group.items), dtype=np.bool_)
             alone[i] = True
             images = None if group.images is None else group.images[alone]
