@@ -216,7 +216,7 @@ def _tiers(board: Dashboard) -> None:
         graph(
             "Not stored, not started",
             "Blocks that are not stored, by cause; all but `store_full` are what the options ask "
-            "for. How often requests begin to wait, by reason (docs/operations.md), and how often "
+            "for. How often requests begin to wait, by reason (docs/messages.md), and how often "
             "they ask again for slots that they wait for (page mode).",
             "ops",
             (rate(ours("stores_skipped_total"), "cause"), "not stored: {{cause}}"),

@@ -151,7 +151,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "waits",
         "times",
         "Number of times that a request began to wait before it could run, by reason "
-        "(docs/operations.md lists them).",
+        "(docs/messages.md lists them).",
         Label("reason", tuple(reason.label for reason in WaitReason)),
     ),
     counter(

@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class WaitReason(Enum):
-    """One reason. ``docs/operations.md`` has them as a table, made from here.
+    """One reason. ``docs/messages.md`` has them as a table, made from here.
 
     Attributes:
         label: Value of the label ``reason`` of ``vllm:ssdkv_waits_total``.

@@ -194,7 +194,7 @@ def _metrics_list(metrics: Iterable[Metric]) -> str:
 
 
 def waits_table() -> str:
-    """The reasons for which requests wait, for ``docs/operations.md``."""
+    """The reasons for which requests wait, for ``docs/messages.md``."""
     head = ("`reason`", "Mode", "The request waits because", "Until", "Rarer with")
     rows = [
         (f"`{reason.label}`", reason.mode, reason.meaning, reason.end, reason.remedy)

@@ -15,7 +15,6 @@ from vllm_ssdkv.cli.docs.doc_pages import (
     metrics_page,
     options_for_tests_page,
     options_page,
-    waits_table,
     with_section,
 )
 from vllm_ssdkv.cli.docs.fpga_page import fpga_page
@@ -54,10 +53,6 @@ def pages(directory: Path) -> dict[str, str]:
         "options-for-tests.md": options_for_tests_page(),
         "papers.md": papers_page(),
     }
-    operations = directory / "operations.md"
-    if operations.is_file():
-        text = operations.read_text(encoding="utf-8")
-        found[operations.name] = with_section(text, "waits", waits_table())
     sizing = directory / "sizing.md"
     if sizing.is_file():
         text = sizing.read_text(encoding="utf-8")
@@ -90,8 +85,8 @@ def stale(directory: Path, fresh: Mapping[str, str]) -> dict[str, str]:
 
 @app.command()
 def write(directory: _Directory) -> None:
-    """Write the generated pages into DIR, the tables in operations.md and sizing.md, and the
-    headers of the FPGA kernels beside DIR."""
+    """Write the generated pages into DIR, the table in sizing.md, and the headers of the FPGA
+    kernels beside DIR."""
     directory.mkdir(parents=True, exist_ok=True)
     fresh = pages(directory)
     for name in stale(directory, fresh):

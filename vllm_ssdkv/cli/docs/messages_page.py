@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from vllm_ssdkv.cli.docs.doc_pages import NOTICE, table
+from vllm_ssdkv.cli.docs.doc_pages import NOTICE, table, waits_table
 from vllm_ssdkv.cli.explain.catalog import Message, anchors, sections
 
 _INTRO: Final = """\
@@ -18,6 +18,13 @@ above vLLM's `root cause above`.
 "Computed again" means: the same tokens, later. With `replicas: 2` the other copy is read first, as
 long as there is one ([operations.md](operations.md#two-copies)). The metrics are in
 [metrics.md](metrics.md).
+"""
+_WAITS: Final = """\
+## Why a request waits
+
+A request may wait for ssdkv before vLLM runs it. `vllm:ssdkv_waits_total` counts by `reason` how
+often one began to wait. Requests that wait in vLLM itself, for a running place or KV memory, are in
+`vllm:num_requests_waiting`.
 """
 _HEADS: Final = {
     "why": "Cause",
@@ -45,4 +52,5 @@ def messages_page() -> str:
             rows.append((_said(message, anchor), *(getattr(message, name) for name in names)))
         parts += [f"## {section.title}", section.intro]
         parts.append(table(("Message", *(_HEADS[name] for name in names)), rows))
+    parts += [_WAITS, waits_table()]
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
