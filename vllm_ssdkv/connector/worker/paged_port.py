@@ -30,8 +30,9 @@ class PagedPort:
     ):
         """Tokens keep the order of their positions if there is no ``ordering``."""
         self._kernels = kernels
-        # Beside a step, whose threads are at work.
-        self._layer_kernels = CpuKernels(threads=1) if kernels.device.type == "cpu" else kernels
+        # For other threads than that of the forward pass, whose team of OpenMP is at work. With a
+        # second team in the process, those threads would sleep between two operations of the model.
+        self._beside = CpuKernels(threads=1) if kernels.device.type == "cpu" else kernels
         self._caches = list(caches)
         self._layout = layout
         self._slot_layout = layout.with_page_stride(geometry.page_bytes)
@@ -76,7 +77,7 @@ class PagedPort:
     ) -> None:
         """See :class:`BlockPort`."""
         geometry = self._geometry
-        self._layer_kernels.pack(
+        self._beside.pack(
             self._caches[layer : layer + 1],
             block_ids,
             self._frames.address(frames) + np.uint64(geometry.layer_offset(layer)),
@@ -88,7 +89,7 @@ class PagedPort:
 
     def load(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
         """See :class:`BlockPort`."""
-        self._kernels.unpack(
+        self._beside.unpack(
             self._caches,
             block_ids,
             self._pages(frames),
