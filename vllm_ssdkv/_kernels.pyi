@@ -639,7 +639,7 @@ class ChosenLists:
 def windows(
     query_start: NDArray[numpy.int64],
     length: NDArray[numpy.int64],
-    table: NDArray[numpy.int64],
+    table: NDArray[numpy.int32],
     hbm_start: NDArray[numpy.int64],
     block_tokens: int,
 ) -> tuple[

@@ -483,7 +483,7 @@ class PagedDecoder:
         ends = np.array([request.tokens + count for request, count in self._now], dtype=np.int64)
         counts = np.array([count for _, count in self._now], dtype=np.int64)
         widest = max(len(request.hbm) for request, _ in self._now)
-        table = np.zeros((len(self._now), widest), dtype=np.int64)
+        table = np.zeros((len(self._now), widest), dtype=np.int32)
         for row, (request, _) in enumerate(self._now):
             table[row, : len(request.hbm)] = request.hbm
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

@@ -65,7 +65,7 @@ def shares(make_store: MakeStore, block: int, page: int, *, ssd: bool) -> tuple[
     batch = RowBatch.build(
         np.arange(2),
         np.array([CONTEXT + 1]),
-        np.arange(count + 1)[None],
+        np.arange(count + 1, dtype=np.int32)[None],
         np.array([count]),
         np.arange(1),
         block,

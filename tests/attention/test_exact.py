@@ -12,7 +12,7 @@ def test_rows_over_the_same_blocks_are_made_once() -> None:
     batch = RowBatch.build(
         np.arange(3),
         np.array([70, 41]),
-        np.zeros((2, 5), np.int64),
+        np.zeros((2, 5), np.int32),
         np.array([4, 2]),
         np.array([1, 0]),  # the stream has them the other way round
         16,
@@ -35,7 +35,7 @@ def test_rows_over_the_same_blocks_are_made_once() -> None:
 def test_two_threads_have_rows_of_their_own() -> None:
     """A device attends to a part of what the step attends to, by turns in each layer."""
     batch = RowBatch.build(
-        np.arange(2), np.array([70]), np.zeros((1, 5), np.int64), np.array([4]), np.array([0]), 16
+        np.arange(2), np.array([70]), np.zeros((1, 5), np.int32), np.array([4]), np.array([0]), 16
     )
     base, index = np.zeros(2, np.uint64), np.arange(2)
     edges = [np.array([edge], np.int32) for edge in (0, 2)]
@@ -52,7 +52,7 @@ def test_tokens_are_where_their_blocks_are() -> None:
     batch = RowBatch.build(
         np.array([0, 1, 21]),
         np.array([70, 41]),
-        np.array([[0, 0, 0, 9, 5], [0, 7, 3, 0, 0]]),
+        np.array([[0, 0, 0, 9, 5], [0, 7, 3, 0, 0]], np.int32),
         np.array([3, 1]),
         np.arange(2),
         16,

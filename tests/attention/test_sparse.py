@@ -94,7 +94,7 @@ class Rows:
     def batch(self, later: int = 0) -> RowBatch:
         """The rows' last tokens, or so many (of zeros) ``later``."""
         width = max(map(len, self.blocks))
-        table = np.array([[*ids, *[0] * (width - len(ids))] for ids in self.blocks])
+        table = np.array([[*ids, *[0] * (width - len(ids))] for ids in self.blocks], np.int32)
         return RowBatch.build(
             np.arange(len(LENGTHS) + 1),
             np.array(LENGTHS) + later,
@@ -288,7 +288,7 @@ def test_rows_of_the_step_before_serve_a_batch_in_another_order(
     contexts, names = rows.contexts(), [str(row) for row in every]
     selector = BoundsSelector(Budget(share=0.6), PAGE, CpuScoringKernels())
     selectors = dict.fromkeys(every, selector)
-    table = np.zeros((len(LENGTHS), max(map(len, rows.blocks))), dtype=np.int64)
+    table = np.zeros((len(LENGTHS), max(map(len, rows.blocks))), dtype=np.int32)
     for row, blocks in enumerate(rows.blocks):
         table[row, : len(blocks)] = blocks
     latest, found = None, []

@@ -71,7 +71,7 @@ class Attention:
         self.batch = RowBatch.build(
             array([0, 1]),
             array([blocks * BLOCK_TOKENS + 1]),
-            np.zeros((1, blocks + 1), np.int64),
+            np.zeros((1, blocks + 1), np.int32),
             array([blocks]),
             array([0]),
             BLOCK_TOKENS,

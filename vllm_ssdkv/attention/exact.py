@@ -107,7 +107,7 @@ class RowBatch:
         cls,
         query_start: NDArray[np.int64],
         seq_lens: NDArray[np.int64],
-        block_table: NDArray[np.int64],
+        block_table: NDArray[np.int32],
         hbm_start: NDArray[np.int64],
         stream_row: NDArray[np.int64],
         block_tokens: int,

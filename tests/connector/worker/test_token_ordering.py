@@ -20,7 +20,7 @@ def ordering(sink_tokens: int = 16, *, counts: bool = False) -> TokenOrdering:
 def batch() -> RowBatch:
     """A prompt's step of 40 tokens that completes blocks 5 and 6, and a decoded token that
     completes block 9."""
-    table = np.array([[4, 5, 6, 7], [8, 9, 0, 0]])
+    table = np.array([[4, 5, 6, 7], [8, 9, 0, 0]], np.int32)
     return RowBatch.build(
         np.array([0, 40, 41]),
         np.array([100, 64]),

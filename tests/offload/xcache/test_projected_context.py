@@ -86,7 +86,7 @@ def test_rows_attend_to_all_of_their_blocks_and_to_no_others(arena: Arena, per_s
     batch = RowBatch.build(
         np.arange(5, dtype=np.int64),
         lengths,
-        np.zeros((4, 128), dtype=np.int64),
+        np.zeros((4, 128), dtype=np.int32),
         lengths // BLOCK,
         np.array(order, dtype=np.int64),
         BLOCK,

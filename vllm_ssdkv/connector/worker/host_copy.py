@@ -17,7 +17,7 @@ class HostCopy:
     """
 
     def __init__(self, values: torch.Tensor):
-        """Begin to copy ``values``, of any shape. Does not wait."""
+        """Begin to copy ``values``, int32 of any shape. Does not wait."""
         self._event: Any = None
         self._values = values
         if values.is_cuda:
@@ -27,8 +27,8 @@ class HostCopy:
             self._event = cuda.Event()
             self._event.record(cuda.current_stream(values.device))
 
-    def numpy(self) -> NDArray[np.int64]:
+    def numpy(self) -> NDArray[np.int32]:
         """The integers; waits until they have arrived."""
         if self._event is not None:
             self._event.synchronize()
-        return self._values.numpy().astype(np.int64)
+        return self._values.numpy()

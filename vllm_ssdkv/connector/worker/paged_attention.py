@@ -24,7 +24,7 @@ def rows_of_step(
     step: PagedStep,
     query_start: NDArray[np.int64],
     seq_lens: NDArray[np.int64],
-    block_table: NDArray[np.int64],
+    block_table: NDArray[np.int32],
     block_tokens: int,
 ) -> RowBatch:
     """Rows of a batch with their windows. Built once per step.

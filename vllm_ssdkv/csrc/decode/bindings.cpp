@@ -562,7 +562,7 @@ the slots of the store, ``stored [B]``; None: there are none.)")
   module.def(
       "windows",
       [](const Vector<std::int64_t>& query_start, const Vector<std::int64_t>& length,
-         const nb::ndarray<const std::int64_t, nb::ndim<2>, nb::device::cpu>& table,
+         const nb::ndarray<const std::int32_t, nb::ndim<2>, nb::device::cpu>& table,
          const Vector<std::int64_t>& hbm_start, std::int64_t block_tokens) {
         Windows made =
             windows_of({query_start.data(), query_start.shape(0)}, {length.data(), length.shape(0)},
@@ -578,7 +578,7 @@ the slots of the store, ``stored [B]``; None: there are none.)")
       nb::arg("query_start").noconvert(), nb::arg("length").noconvert(),
       nb::arg("table").noconvert(), nb::arg("hbm_start").noconvert(), nb::arg("block_tokens"),
       nb::sig("def windows(query_start: NDArray[numpy.int64], length: NDArray[numpy.int64], "
-              "table: NDArray[numpy.int64], hbm_start: NDArray[numpy.int64], block_tokens: int) -> "
+              "table: NDArray[numpy.int32], hbm_start: NDArray[numpy.int64], block_tokens: int) -> "
               "tuple[NDArray[numpy.int32], NDArray[numpy.int32], NDArray[numpy.int64], "
               "NDArray[numpy.int32], NDArray[numpy.int32], NDArray[numpy.int64], "
               "NDArray[numpy.int64]]"),

@@ -17,7 +17,7 @@ struct Windows {
 
 // Ids of blocks by row and index in the row's request; entry (r, i) is data[r * stride + i * step].
 struct BlockTable {
-  const std::int64_t* data;
+  const std::int32_t* data;
   std::int64_t rows, blocks, stride, step;
 };
 
