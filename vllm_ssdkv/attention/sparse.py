@@ -1,6 +1,6 @@
 """Sparse attention of tokens that are decoded: select, fetch, attend, merge.
 
-``docs/internals/sparse-decode.md`` has the whole of it.
+``docs/internals/sparse-decode.md`` has the steps and their invariant.
 
 The window is attended to before, as for every row. Its log-sum-exp tells the selector how much of a
 head's attention the context can still change. Pages are folded into the same online softmax, so

@@ -408,9 +408,7 @@ class SparseConfig(ScoringConfig):
             description="Score of a cluster of `swarm`: the mean of its pages' scores, or the "
             "score of its middle page, as in the paper."
         ),
-        Reason(
-            "members: it found more of the attention on most texts (docs/internals/clusters.md)."
-        ),
+        Reason("members: it found more of the attention on most texts."),
         _CHOOSES,
     ] = "members"
     cluster_affinity: Annotated[
