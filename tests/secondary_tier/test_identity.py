@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import LoRAConfig, ModelConfig, VllmConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
@@ -20,6 +21,7 @@ from vllm.multimodal.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.config import OffloadingParallelConfig
 
@@ -246,20 +248,55 @@ def test_a_promise_keeps_the_identity_at_a_reset(
         assert engine.looked_up(KEYS, engine.begin()) == KEYS
 
 
-def test_an_adapter_is_refused_by_its_name(
+@contextmanager
+def heard(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
+    """Warnings of this package so far, within; it may not propagate them."""
+    log = logging.getLogger("vllm_ssdkv")
+    caplog.set_level(logging.WARNING, log.name)
+    log.addHandler(caplog.handler)
+    yield lambda: " ".join(record.getMessage() for record in caplog.records)
+    log.removeHandler(caplog.handler)
+
+
+def test_an_engine_with_adapters_says_that_none_is_served(
     settings: VllmConfig, tmp_devices: Devices, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with running(settings, tmp_devices(1)) as engine:
-        fill(engine)
-        caplog.set_level(logging.WARNING, "vllm_ssdkv")
-        logging.getLogger("vllm_ssdkv").addHandler(caplog.handler)
-        context = engine.begin(lora=LoRARequest("french", 1, "/adapters/french"))
-        logging.getLogger("vllm_ssdkv").removeHandler(caplog.handler)
-        assert engine.stored(KEYS, context) == set()
-        engine.store([key_of(9)], context)
-        engine.settle()
-        assert engine.stored([key_of(9)]) == set()
-    assert any("the adapter french" in record.getMessage() for record in caplog.records)
+    adapting = copy(settings)
+    adapting.lora_config = LoRAConfig()
+    with heard(caplog) as log:
+        with running(settings, tmp_devices(1)):
+            assert "--enable-lora" not in log()
+        with running(adapting, tmp_devices(1)) as engine:
+            assert "an adapter (--enable-lora) are neither stored nor found" in log()
+            fill(engine)
+            context = engine.begin(lora=LoRARequest("french", 1, "/adapters/french"))
+            assert engine.stored(KEYS, context) == set()
+            engine.store([key_of(9)], context)
+            engine.settle()
+            assert engine.stored([key_of(9)]) == set()
+
+
+def test_options_of_a_request_are_refused(
+    settings: VllmConfig, tmp_devices: Devices, caplog: pytest.LogCaptureFixture
+) -> None:
+    with heard(caplog) as log, running(settings, tmp_devices(1)) as engine:
+        counters = engine.own.counters
+        retaining = request_of("retaining")
+        retaining.kv_transfer_params = {"ssdkv": {"retain": "1h"}}
+        other = request_of("other")
+        other.kv_transfer_params = {"kv_load_tiers": []}
+        other.kv_hints = KvHintsEnvelope("0.1", "m", [KvHintAction("1", "kv.other", "1.0", {})])
+        for request in (other, retaining):
+            assert "a tier retains no blocks" not in log()
+            engine.arrive(request)
+        assert counters.total("sparse_requests_refused") == 1
+        said = log()
+        assert "a tier retains no blocks" in said
+        hinting = request_of("hinting")
+        hinting.kv_hints = KvHintsEnvelope("0.1", "m", [KvHintAction("1", "kv.retain", "1.0", {})])
+        engine.arrive(hinting)
+        assert counters.total("sparse_requests_refused") == 2
+        assert log() == said  # once
 
 
 def image(name: str, value: float, offset: int) -> MultiModalFeatureSpec:

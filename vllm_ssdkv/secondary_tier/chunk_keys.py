@@ -56,7 +56,6 @@ class ChunkKeys:
         self._namespace, self._name_key, self._reuses = namespace, name_key, reuses
         self._media = MediaContents(1, seen=sees_media)
         self._resets = 0
-        self._told: set[str] = set()
         self._told_unknown = False
 
     @property
@@ -80,8 +79,7 @@ class ChunkKeys:
             return
         if request.prompt_embeds is not None or request.resumable:
             return
-        if request.lora_request is not None:
-            self._refuse(str(request.lora_request.lora_name))
+        if request.lora_request is not None:  # chunk_space has said so
             return
         if request.mm_features:
             self._media.note(request)
@@ -94,15 +92,6 @@ class ChunkKeys:
             logger.warning(
                 "ssdkv: the tier cannot see a request that vLLM tells it of, and neither stores "
                 "nor finds chunks of such requests (ssdkv_stores_skipped, cause unknown)"
-            )
-
-    def _refuse(self, adapter: str) -> None:
-        if adapter not in self._told:
-            self._told.add(adapter)
-            logger.warning(
-                "ssdkv: requests with the adapter %s are neither stored nor found: the tier knows "
-                "an adapter's name only, not its weights; SSDKVConnector serves adapters",
-                adapter,
             )
 
     def head(self, context: ReqContext) -> bytes:

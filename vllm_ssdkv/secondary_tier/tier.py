@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import numpy as np
@@ -21,7 +21,9 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from vllm_ssdkv.base.log import show_log
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.config.request import NAME
 from vllm_ssdkv.config.secondary_tier import tier_options
+from vllm_ssdkv.connector.scheduler.kv_hints import RETAIN
 from vllm_ssdkv.secondary_tier.chunk_keys import ChunkKeys
 from vllm_ssdkv.secondary_tier.identity import request_in_sight
 from vllm_ssdkv.secondary_tier.own_chunks import OwnChunks
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     )
     from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey, ReqContext
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +151,7 @@ class SSDKVTier(SecondaryTierManager):
         space = chunk_space(tier, config, offloading_spec, rows)
         self.chunks = self._opened(space, tells_events=tier.enable_kv_events and told)
         self._open = True
+        self._told_options = False
         self._metrics = TierMetrics(self.chunks.counters, self.chunks.update_gauges)
 
     def _opened(self, space: ChunkSpace, *, tells_events: bool) -> Chunks:
@@ -162,8 +166,27 @@ class SSDKVTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """A request has arrived."""
-        self.chunks.keys.arrived(req_context, request_in_sight(req_context.req_id))
+        request = request_in_sight(req_context.req_id)
+        self.chunks.keys.arrived(req_context, request)
+        if request is not None:
+            self._refuse_options(request)
         return RequestOffloadingContext()
+
+    def _refuse_options(self, request: Request) -> None:
+        """Say that the options of a request change nothing; vLLM takes no answer from a tier."""
+        params, hints = request.kv_transfer_params, request.kv_hints
+        asked = isinstance(params, Mapping) and NAME in params
+        if not asked and (hints is None or all(a.action_type != RETAIN for a in hints.actions)):
+            return
+        self.chunks.counters.add("sparse_requests_refused", 1)
+        if not self._told_options:
+            self._told_options = True
+            logger.warning(
+                "ssdkv: a tier retains no blocks and serves no options of requests: leave %s out "
+                "of kv_transfer_params, and %s out of kv_hints, or use SSDKVConnector",
+                NAME,
+                RETAIN,
+            )
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """A request has ended."""

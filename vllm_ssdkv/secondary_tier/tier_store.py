@@ -101,6 +101,11 @@ def chunk_space(
     vllm_config = settings_in_sight()
     for obstacle in obstacles_to_hashes(vllm_config):
         raise obstacle.error()
+    if vllm_config.lora_config is not None:
+        logger.warning(
+            "ssdkv: requests with an adapter (--enable-lora) are neither stored nor found: a tier "
+            "knows an adapter's name only, not its weights; SSDKVConnector serves adapters"
+        )
     chunks, nbytes = rows.shape
     if not chunks:
         raise UnsupportedError(

@@ -12,7 +12,7 @@ from vllm_ssdkv.base.sizes import MAX_DURATION_S
 if TYPE_CHECKING:
     from vllm.v1.kv_hints import KvHintAction
 
-_RETAIN: Final = "kv.retain"
+RETAIN: Final = "kv.retain"
 """Type of the action that retains a request's blocks, as vLLM's developers propose it."""
 _MOST: Final = 64
 """Actions of a request, and directives of an action, at most."""
@@ -33,27 +33,27 @@ def hinted_retention(actions: Sequence[KvHintAction]) -> int:
     if len(actions) > _MOST:
         raise ConfigError(f"kv_hints: {len(actions)} actions, more than {_MOST}: send fewer")
     for action in actions:
-        if action.action_type != _RETAIN:
+        if action.action_type != RETAIN:
             continue
         directives = action.payload.get("directives")
         if not isinstance(directives, list) or not all(isinstance(one, dict) for one in directives):
-            raise ConfigError(f"kv_hints: the action {_RETAIN} needs a list of directives")
+            raise ConfigError(f"kv_hints: the action {RETAIN} needs a list of directives")
         if len(directives) > _MOST:
             count = len(directives)
             raise ConfigError(
-                f"kv_hints: {count} directives of {_RETAIN}, more than {_MOST}: send fewer"
+                f"kv_hints: {count} directives of {RETAIN}, more than {_MOST}: send fewer"
             )
         for directive in directives:
             priority, seconds = directive.get("priority", 1), directive.get("duration")
             if not _is_number(priority):
-                raise ConfigError(f"kv_hints: a priority of {_RETAIN} is a number")
+                raise ConfigError(f"kv_hints: a priority of {RETAIN} is a number")
             if priority <= 0:
                 continue
             if seconds is None:
                 seconds = MAX_DURATION_S
             if not _is_number(seconds) or not 0 < seconds <= MAX_DURATION_S:
                 raise ConfigError(
-                    f"kv_hints: a duration of {_RETAIN} is a number of seconds, above 0 and "
+                    f"kv_hints: a duration of {RETAIN} is a number of seconds, above 0 and "
                     f"at most {MAX_DURATION_S}"
                 )
             longest = max(longest, math.ceil(seconds))
