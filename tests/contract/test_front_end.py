@@ -127,6 +127,25 @@ def test_what_is_right_or_not_ours_is_left_to_vllm(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("child", [False, True])
+def test_a_wrong_entry_of_a_tier_ends_the_start(
+    child: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM itself makes no tier of it, and says nothing."""
+    entry = {"type": "SSDKVTier", "module_path": "vllm_ssdkv.secondary_tier"}
+    given: dict[str, object] = {
+        "kv_connector": "OffloadingConnector",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 1, "secondary_tiers": [entry]},
+    }
+    if child:
+        children = {"connectors": [given]}
+        given = {"kv_connector": "MultiConnector", "kv_connector_extra_config": children}
+    with pytest.raises(SystemExit) as caught:
+        check_command_line(["serve", "m", "--kv-transfer-config", json.dumps(given)])
+    assert caught.value.code == WRONG_ARGUMENTS
+    assert "spec_name: got null" in capsys.readouterr().err
+
+
 def test_children_do_not_look_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spawned processes have the command line of the first."""
     monkeypatch.setattr(multiprocessing, "parent_process", object)

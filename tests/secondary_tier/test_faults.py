@@ -144,6 +144,26 @@ def test_an_end_that_fails_in_part_closes_the_rest(
         assert engine.looked_up(KEYS, engine.begin()) == KEYS
 
 
+def test_events_tell_of_chunks_of_an_earlier_run_when_they_are_named(
+    settings: VllmConfig, tmp_devices: Devices
+) -> None:
+    devices = tmp_devices(1)
+    with running(settings, devices) as engine:
+        engine.store(KEYS, engine.begin())
+        engine.settle()
+    with running(settings, devices, enable_kv_events=True) as engine:
+        assert replayed(engine, set()) == set()
+        assert engine.stored(KEYS[:2]) == {0, 1}
+        assert engine.stored(KEYS[:2]) == {0, 1}
+        (first, second) = engine.events()
+        assert [*first.keys, *second.keys] == KEYS[:2]
+        engine.store(KEYS, engine.begin())  # they were computed again, and are not stored again
+        engine.settle()
+        assert replayed(engine, set()) == set(KEYS[2:])
+        engine.reset()
+        assert [set(event.keys) for event in engine.events() if event.removed] == [set(KEYS)]
+
+
 def test_events_tell_of_a_drive_that_is_away_for_a_while(
     settings: VllmConfig, tmp_devices: Devices
 ) -> None:

@@ -38,8 +38,6 @@ class Play:
         self.known: OrderedDict[OffloadKey, None] = OrderedDict()
         self.replayed: set[OffloadKey] = set()
         self.lasting: set[OffloadKey] = set()
-        self.whole = True
-        """True while the events tell of all that is stored."""
         self.jobs = self.loaded = 0
         self.engine = self._start()
 
@@ -113,7 +111,7 @@ class Play:
         self.engine.close()
         weights = self.engine.weights
         self.engine = self._start()
-        self.replayed, self.whole = set(), False
+        self.replayed = set()
         found = [key_of(n) for n in sorted(self.engine.stored([key_of(n) for n in range(KEYS)]))]
         assert self.lasting.issuperset(found)
         if weights:  # others have taken the place of some
@@ -128,10 +126,9 @@ class Play:
     def replay(self) -> None:
         for event in self.engine.events():
             (self.replayed.difference_update if event.removed else self.replayed.update)(event.keys)
-        if self.whole:
-            assert self.engine.stored([key_of(n) for n in range(KEYS)]) == {
-                n for n in range(KEYS) if key_of(n) in self.replayed
-            }
+        assert self.engine.stored([key_of(n) for n in range(KEYS)]) == {
+            n for n in range(KEYS) if key_of(n) in self.replayed
+        }
 
     def step(self, number: int) -> None:
         chosen = self.random.choices(

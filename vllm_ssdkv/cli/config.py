@@ -19,6 +19,14 @@ from vllm_ssdkv.base.sizes import format_size
 from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.config.effects import without_effect
 from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.config.secondary_tier import (
+    FIELDS,
+    OF_THE_STORE,
+    TIER_NAMES,
+    SecondaryTierConfig,
+    tier_entries,
+    tier_options,
+)
 
 app = typer.Typer(
     no_args_is_help=True, help="Check options, show those in force, or print their schema."
@@ -56,6 +64,34 @@ def _load(file: str) -> dict[str, object]:
         raise ConfigError(f"{file}: {error}") from error
 
 
+class _Options(NamedTuple):
+    """Options of the connector, or of one of our tiers behind vLLM's own connector."""
+
+    given: Mapping[str, object]
+    config: SSDKVConfig
+    tier: SecondaryTierConfig | None = None
+
+
+def _checked(given: Mapping[str, object]) -> list[_Options]:
+    """Options that are right.
+
+    Raises:
+        ConfigError: one line per problem.
+    """
+    if given.get("type") == TIER_NAMES["type"]:  # an entry of secondary_tiers
+        tiers = [given]
+    elif not FIELDS.intersection(given):
+        return [_Options(given, SSDKVConfig.from_extra_config(given))]
+    else:
+        tiers = [*tier_entries(given)]
+    if not tiers:
+        raise ConfigError(f"secondary_tiers: no entry is ours; add {json.dumps(TIER_NAMES)}")
+    pairs = [tier_options(entry) for entry in tiers]
+    return [
+        _Options(entry, config, tier) for entry, (tier, config) in zip(tiers, pairs, strict=True)
+    ]
+
+
 class Row(NamedTuple):
     """An option, its value in force as JSON holds it, and where that comes from."""
 
@@ -76,6 +112,15 @@ def _rows(model: BaseModel, given: Mapping[str, object], prefix: str = "") -> li
             source: Literal["given", "default"] = "given" if name in given else "default"
             rows.append(Row(f"{prefix}{name}", dumped[name], source))
     return rows
+
+
+def _all_rows(options: _Options) -> list[Row]:
+    """Options with the value in force; of a tier those that it has."""
+    rows = _rows(options.config, options.given)
+    if options.tier is None:
+        return rows
+    has = [row for row in rows if row.option.partition(".")[0] in OF_THE_STORE]
+    return [*_rows(options.tier, options.given), *has]
 
 
 def _on_this_machine(config: SSDKVConfig) -> list[tuple[str, str]]:
@@ -109,7 +154,7 @@ def check(file: _File, as_json: arguments.Json = False) -> None:
     """
     problem, warnings = "", list[str]()
     try:
-        warnings = _warnings(SSDKVConfig.from_extra_config(_load(file)))
+        warnings = [line for one in _checked(_load(file)) for line in _warnings(one.config)]
     except ConfigError as error:
         problem = str(error)
     if as_json:
@@ -143,13 +188,13 @@ def show(
 ) -> None:
     """Print every option with the value in force, and its meaning for this machine."""
     try:
-        given = {} if file is None else _load(file)
-        config = SSDKVConfig.from_extra_config(given)
-        here = _on_this_machine(config)
+        found = _checked({} if file is None else _load(file))
+        here = [line for one in found for line in _on_this_machine(one.config)]
     except ConfigError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
-    rows, warnings = _rows(config, given), _warnings(config)
+    rows = [row for one in found for row in _all_rows(one)]
+    warnings = [line for one in found for line in _warnings(one.config)]
     if as_json:
         content = {
             "options": [row._asdict() for row in rows],

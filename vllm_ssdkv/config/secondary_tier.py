@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
@@ -13,12 +14,20 @@ from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.problems import checked_options
 from vllm_ssdkv.config.schema import Allowed, OptionModel, Reason
 
-_OF_THE_STORE: Final = (
+OF_THE_STORE: Final = (
     *("devices", "replicas", "state_dir", "recover", "dram_gib", "admission", "trim"),
     *("encryption", "io", "nodes", "node_keys"),
 )
 """Options of docs/options.md that the tier has, too."""
 
+FIELDS: Final = frozenset({"secondary_tiers", "spec_name", "cpu_bytes_to_use"})
+"""Options of that connector by which it is known."""
+
+TIER_NAMES: Final = {"type": "SSDKVTier", "module_path": "vllm_ssdkv.secondary_tier"}
+"""Fields by which vLLM finds our tier."""
+_SPEC: Final = "TieringOffloadingSpec"
+_OF_VLLM: Final = frozenset({*TIER_NAMES, "backpressure"})
+"""Fields of an entry that vLLM takes out itself."""
 _WHERE: Final = "secondary_tiers, SSDKVTier"
 _MOST_ID: Final = 256
 
@@ -78,14 +87,15 @@ def tier_options(options: Mapping[str, object]) -> tuple[SecondaryTierConfig, SS
         ConfigError: one line per problem, as :func:`checked_options` says it.
     """
     own = SecondaryTierConfig.model_fields
+    options = {name: value for name, value in options.items() if name not in _OF_VLLM}
     lines = []
     for name in options:
-        if name in own or name in _OF_THE_STORE:
+        if name in own or name in OF_THE_STORE:
             continue
         if name in SSDKVConfig.model_fields:
             lines.append(f"{name}: has no meaning in a secondary tier: leave it out")
             continue
-        known = (*own, *_OF_THE_STORE)
+        known = (*own, *OF_THE_STORE)
         near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
         lines.append(f"{name}: unknown option; {hint}")
@@ -100,3 +110,41 @@ def tier_options(options: Mapping[str, object]) -> tuple[SecondaryTierConfig, SS
         SecondaryTierConfig, {k: v for k, v in options.items() if k in own}, _WHERE
     )
     return tier, SSDKVConfig.from_extra_config({k: v for k, v in options.items() if k not in own})
+
+
+def tier_entries(extra: Mapping[str, object]) -> list[dict[str, object]]:
+    """Our entries among ``kv_connector_extra_config`` of vLLM's OffloadingConnector.
+
+    Raises:
+        ConfigError: vLLM would make no tier of one, or not with these options.
+    """
+    given = extra.get("secondary_tiers")
+    found, lines = [], list[str]()
+    for at, entry in enumerate(given if isinstance(given, list) else []):
+        if not isinstance(entry, dict):
+            continue
+        named = entry.get("type"), str(entry.get("module_path")).partition(".")[0]
+        if named[0] != TIER_NAMES["type"] and named[1] != "vllm_ssdkv":
+            continue
+        found.append(entry)
+        lines += [
+            f'secondary_tiers[{at}].{name}: got {json.dumps(entry.get(name))}; give "{value}"'
+            for name, value in TIER_NAMES.items()
+            if entry.get(name) != value
+        ]
+    if not found:
+        return []  # others' tiers, or none
+    if extra.get("spec_name") != _SPEC:
+        got = json.dumps(extra.get("spec_name"))
+        lines.append(
+            f'spec_name: got {got}, with which vLLM has no secondary tiers; give "{_SPEC}"'
+        )
+    if "cpu_bytes_to_use" not in extra:
+        lines.append("cpu_bytes_to_use: missing; give the size of vLLM's pool, in bytes")
+    known = {*SecondaryTierConfig.model_fields, *OF_THE_STORE}
+    lines += [
+        f"{name}: belongs into the entry of secondary_tiers" for name in extra if name in known
+    ]
+    if lines:
+        raise ConfigError("kv_connector_extra_config:\n" + "\n".join(f"  {line}" for line in lines))
+    return found

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.config.engine import SSDKVConfig
-from vllm_ssdkv.connector.names import CONNECTOR, RECOMPUTE
+from vllm_ssdkv.connector.names import CONNECTOR, OFFLOADING, RECOMPUTE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -77,7 +77,7 @@ def check_configuration(vllm_config: VllmConfig) -> None:
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
         return
-    for options in _ours(transfer.kv_connector, transfer.kv_connector_extra_config):
+    for options in _options(CONNECTOR, transfer.kv_connector, transfer.kv_connector_extra_config):
         config = SSDKVConfig.from_extra_config(options)
         if transfer.kv_connector == CONNECTOR:  # a child has a configuration of its own
             check_engine(config, vllm_config, complete=False)
@@ -99,9 +99,16 @@ def check_command_line(arguments: Sequence[str]) -> None:
     if multiprocessing.parent_process() is not None:
         return
     transfer = _transfer_config(arguments)
+    connector, extra = transfer.get("kv_connector"), transfer.get(_EXTRA)
     try:
-        for options in _ours(transfer.get("kv_connector"), transfer.get(_EXTRA)):
+        for options in _options(CONNECTOR, connector, extra):
             SSDKVConfig.from_extra_config(options)
+        for options in _options(OFFLOADING, connector, extra):
+            # Here: a start without it has one module less.
+            from vllm_ssdkv.config.secondary_tier import tier_entries, tier_options
+
+            for entry in tier_entries(options):
+                tier_options(entry)
     except ConfigError as error:
         print(error, file=sys.stderr)
         raise SystemExit(WRONG_ARGUMENTS) from None
@@ -138,14 +145,14 @@ def _transfer_config(arguments: Sequence[str]) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _ours(connector: object, options: object) -> Iterator[dict[str, Any]]:
-    """Options of our connector, or of each that is a child of a MultiConnector."""
+def _options(wanted: str, connector: object, options: object) -> Iterator[dict[str, Any]]:
+    """Options of the wanted connector, or of each that is a child of a MultiConnector."""
     given = options if options is not None else {}
     if not isinstance(given, dict):
         return
-    if connector == CONNECTOR:
+    if connector == wanted:
         yield given
     elif connector == _MULTI:
         for child in given.get("connectors", []):
             if isinstance(child, dict):
-                yield from _ours(child.get("kv_connector"), child.get(_EXTRA))
+                yield from _options(wanted, child.get("kv_connector"), child.get(_EXTRA))

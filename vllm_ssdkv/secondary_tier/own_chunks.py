@@ -37,7 +37,11 @@ class OwnChunks:
 
     def found(self, key: bytes, name: OffloadKey, context: ReqContext) -> bool:
         """Check whether a chunk is stored; touches memory only."""
-        return self._find(key) is not None
+        slot = self._find(key)
+        if slot is None:
+            return False
+        self._events.found(slot, name)
+        return True
 
     def _find(self, key: bytes) -> int | None:
         return None if self.parts.store.suspension else self.own.index.find(key)

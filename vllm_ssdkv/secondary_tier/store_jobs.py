@@ -103,10 +103,13 @@ class StoreJobs:
         self._policy.record_access(list(found))
         admitted = dict(zip(found, self._policy.admitted(list(found)).tolist(), strict=True))
         wanted: list[tuple[OffloadKey, bytes, int]] = []
-        stored = [slot for key in found if (slot := self._index.find(key)) is not None]
-        self._index.touch(np.array(stored, dtype=np.int64))  # they were computed again: in use
+        stored = {key: slot for key in found if (slot := self._index.find(key)) is not None}
+        for key, slot in stored.items():
+            self._events.found(slot, found[key][0])
+        touched = np.array(list(stored.values()), dtype=np.int64)
+        self._index.touch(touched)  # they were computed again: in use
         for key, chunk in found.items():
-            if key in self._keys or self._index.find(key) is not None:
+            if key in self._keys or key in stored:
                 continue
             if not admitted[key]:
                 self._policy.skip(1, "admission")

@@ -47,9 +47,6 @@ _LOOK_S: Final = 0.001
 _DEADLINES: Final = 3
 """Deadlines of I/O (``io.deadline``) after which a job that is waited for is late."""
 
-_OF_VLLM: Final = frozenset({"type", "module_path", "backpressure"})
-"""Fields of an entry of ``secondary_tiers`` that vLLM takes out itself."""
-
 _ANSWERS: Final = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
 
 
@@ -264,7 +261,7 @@ class SSDKVTier(SecondaryTierManager):
     ) -> dict[str, OffloadingMetricMetadata]:
         """Our metrics on vLLM's ``/metrics``. Wrong options end the start here, in vLLM's first
         process."""
-        tier_options({k: v for k, v in extra_config.items() if k not in _OF_VLLM})
+        tier_options(extra_config)
         return definitions()
 
     def get_stats(self) -> OffloadingConnectorStats | None:

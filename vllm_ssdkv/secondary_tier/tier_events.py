@@ -21,7 +21,8 @@ _MAY_RETURN: Final = (SlotState.MASKED, SlotState.PRIVATE)
 class TierEvents:
     """Events of one tier, if they are wanted. Used by the scheduler's thread.
 
-    Chunks of an earlier run have no events: the store has its own keys of them, and not vLLM's.
+    A chunk of an earlier run has its event when a request first names it: the store has its own
+    keys of chunks, and not vLLM's.
     """
 
     def __init__(self, index: SlotIndex, locality: Locality | None, *, wanted: bool):
@@ -37,6 +38,11 @@ class TierEvents:
         if self._wanted:
             self._names[slot] = epoch, name
             self._tell([name], removed=False)
+
+    def found(self, slot: int, name: OffloadKey) -> None:
+        """A request has named a chunk that can be found."""
+        if self._wanted and slot not in self._names:
+            self.stored(slot, self._index.epoch(slot), name)
 
     def reused(self, slots: Iterable[int]) -> None:
         """Slots were given to other chunks."""

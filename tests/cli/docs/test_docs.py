@@ -202,6 +202,56 @@ def test_what_is_given_in_vain_is_a_warning() -> None:
     assert run("config", "check", "-", stdin=options).stdout == "ok\n"
 
 
+def offloading(*tiers: dict[str, object], **more: object) -> str:
+    """What vLLM's own connector is given, with these tiers."""
+    given = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1, "secondary_tiers": tiers}
+    extra = {name: value for name, value in {**given, **more}.items() if value is not None}
+    return json.dumps({"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra})
+
+
+TIER: dict[str, object] = {"type": "SSDKVTier", "module_path": "vllm_ssdkv.secondary_tier"}
+
+
+@pytest.mark.parametrize("text", [offloading({"type": "fs"}, TIER), json.dumps(TIER)])
+def test_a_tier_is_checked_and_shown(text: str) -> None:
+    result = run("config", "check", "-", stdin=text)
+    assert (result.exit_code, result.output) == (0, "ok\n")
+    found = json.loads(run("config", "show", "-", "--json", stdin=text).stdout)
+    rows = {row["option"]: row["value"] for row in found["options"]}
+    assert rows["on_reset"] == "new_identity"
+    assert rows["io.deadline"] == 10.0
+    assert "verify_hits" not in rows
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (offloading({**TIER, "weigths_id": "a"}), "weigths_id: unknown option; did you mean"),
+        (offloading({**TIER, "on_reset": "keep"}), 'on_reset: got "keep"; allowed: "new_identity"'),
+        (
+            offloading({"type": "SSDKVTier"}),
+            'secondary_tiers[0].module_path: got null; give "vllm_ssdkv.secondary_tier"',
+        ),
+        (
+            offloading({"type": "fs"}, {**TIER, "type": "SSDKV"}),
+            'secondary_tiers[1].type: got "SSDKV"; give "SSDKVTier"',
+        ),
+        (
+            offloading(TIER, spec_name=None),
+            'spec_name: got null, with which vLLM has no secondary tiers; give "TieringOffloading',
+        ),
+        (offloading(TIER, cpu_bytes_to_use=None), "cpu_bytes_to_use: missing; give the size of"),
+        (offloading(TIER, devices=["/a"]), "devices: belongs into the entry of secondary_tiers"),
+        (offloading(), "secondary_tiers: no entry is ours; add {"),
+        (offloading(secondary_tiers="SSDKVTier"), "secondary_tiers: no entry is ours; add {"),
+    ],
+)
+def test_wrong_options_of_a_tier_are_told_by_name(text: str, says: str) -> None:
+    result = run("config", "check", "-", stdin=text)
+    assert result.exit_code == 1
+    assert says in result.stderr
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [(b"{", "line 1, column 2"), (b"[]", "not a JSON object"), (b"\xff", "can't decode")],
