@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,14 @@ from uuid import UUID
 import msgspec
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from tests.kit.waiting import until
 from tests.node.test_volumes import DEADLINE_S, VOLUME, Host
 from tests.store.placement.test_rebalancer import GEOMETRY, Saver
 from vllm_ssdkv.base.errors import NodeError, StoreError, StoreFullError
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.cli.node.node import app
 from vllm_ssdkv.node.client.node_drives import NodeDrives, find_drives
 from vllm_ssdkv.node.client.node_engine import NodeEngine
 from vllm_ssdkv.node.client.node_existence import NodeExistence
@@ -662,6 +665,40 @@ def test_engines_whose_slots_lie_otherwise_are_refused(
     assert until(lambda: not host.node or not host.node.status().stores)
     with pytest.raises(StoreError, match="8 slots lie otherwise in the volume"):
         Sharer(host.address, "three", msgspec.structs.replace(SPEC, layout=b"otherwise"))
+
+
+def test_more_slots_than_the_volumes_have_room_for_are_refused(host: Host) -> None:
+    """Their index would take all memory of the node."""
+    for slots in (1 << 30, 2 * VOLUME // 8192 + 1):
+        with pytest.raises(StoreError, match=f"{slots} slots of at least 8192 bytes do not lie"):
+            Sharer(host.address, "one", msgspec.structs.replace(SPEC, slots=slots))
+    most = msgspec.structs.replace(SPEC, slots=2 * VOLUME // 8192)
+    Sharer(host.address, "one", most).close()
+
+
+def test_an_index_stays_open_until_its_volume_is_removed(host: Host, tmp_path: Path) -> None:
+    """Reading a long journal may take longer than an engine waits: it would never be done."""
+    first = Sharer(host.address, "one")
+    volumes = [str(UUID(bytes=name.bytes)) for name in first.names]
+    about = tmp_path / "ssd0" / "volumes" / volumes[0] / "shared.json"
+    first.let_go(first.store(0))
+    first.slots.close()
+    assert until(lambda: not runs(host))
+    second = Sharer(host.address, "two")
+    assert second.find(0)
+    assert json.loads(about.read_text())["opened"] == 1
+    second.worker.close(DEADLINE_S)
+    assert until(lambda: "in use by an engine" in remove(host, volumes[0]))
+    second.slots.close()
+    assert until(lambda: remove(host, volumes[0]) and not about.exists())
+    third = Sharer(host.address, "three")
+    assert third.find(0) == []
+    third.close()
+
+
+def remove(host: Host, volume: str) -> str:
+    """What a command says that removes a volume."""
+    return CliRunner().invoke(app, ["volumes", host.address, "--remove", volume]).output
 
 
 def test_volumes_that_are_shared_stay_locked_until_the_last_session_ends(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Protocol
@@ -21,7 +22,7 @@ from uuid import UUID
 import msgspec
 import numpy as np
 
-from vllm_ssdkv.base.errors import ConfigError, FormatError, StoreFullError
+from vllm_ssdkv.base.errors import ConfigError, FormatError, StoreFullError, StoreLockedError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.node.protocol.messages import StoreSpec
 from vllm_ssdkv.node.server.claims import Claim
@@ -30,7 +31,7 @@ from vllm_ssdkv.node.server.leases import Lease, pairs_of
 from vllm_ssdkv.node.server.volumes import VolumeShelf, write_small
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.journal_record import JOURNAL
-from vllm_ssdkv.store.format.slot_geometry import I64
+from vllm_ssdkv.store.format.slot_geometry import I64, PAGE_ALIGN
 from vllm_ssdkv.store.index.journal import Journal
 from vllm_ssdkv.store.index.slot_index import SlotIndex
 
@@ -111,6 +112,9 @@ class Writers:
 class SharedIndex(Existence):
     """Index of shared volumes.
 
+    Attributes:
+        volume: The one with the journal.
+
     Example:
         index = SharedIndex(spec, shelf.shared_directory(fingerprint), Writers())
         slots, epochs = index.grant(lease, 16)
@@ -126,10 +130,11 @@ class SharedIndex(Existence):
         """
         super().__init__()
         self.spec, self.path, self.counters = spec, str(directory), Counters()
+        self.volume = UUID(directory.name)
         opened = _count_opening(directory / _ABOUT, spec)
         journal = Journal(
             directory / JOURNAL,
-            store=UUID(directory.name),
+            store=self.volume,
             fingerprint=Fingerprint(spec.fingerprint).digest,
             num_slots=spec.slots,
             lock_timeout_s=_LOCK_S,
@@ -257,10 +262,11 @@ def _count_opening(path: Path, spec: StoreSpec) -> int:
 
 
 class SharedIndexes:
-    """Indexes of shared volumes that schedulers use now. Any thread may call; methods block on I/O.
+    """Indexes of shared volumes. Any thread may call; methods block on I/O.
 
-    An index without a user stays open while writes to its slots hang: who comes next must not have
-    these slots.
+    An index stays open without a user, until its volume is removed: who comes back within its
+    patience finds it however long it takes to read the journal, and nobody gets slots to which
+    writes hang.
 
     Attributes:
         writers: Connections of the workers.
@@ -273,52 +279,92 @@ class SharedIndexes:
 
     def __init__(self, shelf: VolumeShelf):
         self._shelf = shelf
+        shelf.before_removal = self._volume_goes
         self.writers = Writers()
+        self._opening = threading.Lock()
+        """Held while an index is opened or closed, which may take a while."""
         self._lock = threading.Lock()
+        """Guards what follows."""
         self._open: dict[bytes, SharedIndex] = {}
-        self._users: dict[bytes, int] = {}
+        self._users: Counter[bytes] = Counter()
 
     def take(self, spec: StoreSpec) -> SharedIndex:
         """The index that an engine asks for, which is opened if need be; :meth:`give_back` it.
 
         Raises:
-            ConfigError: slots lie otherwise in the volumes, or there are none.
+            ConfigError: slots lie otherwise in the volumes, or these have no room for so many, or
+                there are none.
             StoreError: it cannot be opened.
         """
         name = Fingerprint(spec.fingerprint).digest
-        with self._lock:
-            self._close_unused(name)
+        with self._opening:
             index = self._open.get(name)
+            if index is not None and not _fits(index, spec):
+                self._close_unused(name)
+                index = self._open.get(name)
             if index is None:
+                self._check_room(spec, name)
                 index = SharedIndex(spec, self._shelf.shared_directory(name), self.writers)
-                self._open[name], self._users[name] = index, 0
-            elif (index.spec.slots, index.spec.layout) != (spec.slots, spec.layout):
+                with self._lock:
+                    self._open[name] = index
+            elif not _fits(index, spec):
                 raise ConfigError(
                     "share_contexts: slots of another engine lie otherwise in the volumes: give "
                     "all engines the same options"
                 )
-            self._users[name] += 1
+            with self._lock:
+                self._users[name] += 1
             return index
 
+    def _check_room(self, spec: StoreSpec, name: bytes) -> None:
+        """Check that slots are not more than volumes can have: each takes memory of the node."""
+        nbytes = self._shelf.shared_bytes(name)
+        least = max(PAGE_ALIGN, spec.layers * spec.payload_bytes)
+        if spec.slots * least > nbytes:
+            raise ConfigError(
+                f"share_contexts: {spec.slots} slots of at least {least} bytes do not lie in "
+                f"volumes of {nbytes} bytes: start the engine again, with an empty state_dir if "
+                "that does not help"
+            )
+
     def give_back(self, index: SharedIndex) -> None:
-        """A user of an index has gone; the last one closes it."""
-        name = Fingerprint(index.spec.fingerprint).digest
+        """A user of an index has gone."""
         with self._lock:
-            self._users[name] -= 1
-            self._close_unused(name)
+            self._users[Fingerprint(index.spec.fingerprint).digest] -= 1
 
     def _close_unused(self, name: bytes) -> None:
-        index = self._open.get(name)
-        if index is not None and not self._users[name] and index.settled:
-            del self._open[name], self._users[name]
-            index.close()
+        with self._lock:
+            index = self._open[name]
+            if self._users[name] or not index.settled:
+                return
+            del self._open[name]
+        index.close()
+
+    def _volume_goes(self, volume: UUID) -> None:
+        """Close the index in a volume that is about to be removed.
+
+        Raises:
+            StoreLockedError: an engine uses it.
+        """
+        with self._opening:
+            names = [name for name, one in self._open.items() if one.volume == volume]
+            for name in names:
+                self._close_unused(name)
+                if name in self._open:
+                    raise StoreLockedError(f"the volume {volume} is in use by an engine")
 
     def indexes(self) -> list[SharedIndex]:
-        """Indexes that are open."""
+        """Indexes that engines use now."""
         with self._lock:
-            return list(self._open.values())
+            return [index for name, index in self._open.items() if self._users[name]]
 
     def close(self) -> None:
-        """Close those whose users did not end in time."""
-        for index in self.indexes():
-            index.close()
+        """Close all of them."""
+        with self._opening:
+            for index in self._open.values():
+                index.close()
+
+
+def _fits(index: SharedIndex, spec: StoreSpec) -> bool:
+    """Check whether slots of an index lie as an engine says."""
+    return (index.spec.slots, index.spec.layout) == (spec.slots, spec.layout)

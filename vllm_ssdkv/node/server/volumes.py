@@ -149,6 +149,8 @@ class VolumeShelf:
     def __init__(self, config: NodeConfig, room: DriveRoom):
         """``config``: options of the node; ``room``: of its drives."""
         self._config, self._room = config, room
+        self.before_removal: Callable[[UUID], None] = lambda _: None
+        """Called before a volume is removed; raises StoreLockedError where it must stay."""
         self._lock = room.lock
         self._sharing = threading.Lock()
         """Held before the other lock, while a volume that sets share is opened or closed."""
@@ -322,6 +324,19 @@ class VolumeShelf:
             raise ConfigError(f"there is no volume {name}: workers open theirs first")
         return directory
 
+    def shared_bytes(self, fingerprint: bytes) -> int:
+        """Bytes of the volumes that engines of one fingerprint share, those of one rank.
+
+        Raises:
+            StoreError: a drive cannot be used.
+        """
+        return sum(
+            data_bytes(
+                self._directory(drive) / str(shared_volume(self._name(drive).bytes, fingerprint, 0))
+            )
+            for drive in range(len(self._config.devices))
+        )
+
     def _closed(
         self, names: Sequence[bytes | None], shared: bool, hanging: Collection[int]
     ) -> None:
@@ -417,9 +432,10 @@ class VolumeShelf:
 
         Raises:
             StoreError: there is none of this name, or it cannot be removed.
-            StoreLockedError: a session has it open.
+            StoreLockedError: a session has it open, or uses the index in it.
         """
         text = str(UUID(bytes=name))
+        self.before_removal(UUID(bytes=name))
         for number in range(len(self._config.devices)):
             directory = self._directory(number) / text
             if not directory.exists():
