@@ -83,13 +83,13 @@ codes of 2 bits of all contexts fit if DRAM holds a fifth of their KV."""
 CACHE_SHARE: Final = 4 / 5
 """Share of the remaining DRAM for single pages; the rest is for more frames. A step mostly chooses
 the pages of the step before. A smaller cache has dropped each page before its turn comes again;
-and only the budget's share of a slot in a frame is used (docs/performance.md)."""
+and only the budget's share of a slot in a frame is used."""
 
 KEPT_SHARE: Final = 1 / 32
 """Share of the places for single pages that never serve as frames: about the pages that a layer of
 one request chooses, which would have to be read in turns. All other places are frames while
 selectors need less: if a few of the blocks that are attended to as a whole have no room, steps
-take five times as long (docs/performance.md)."""
+take five times as long."""
 
 CHOSEN: Final = 5 / 4
 """Room that one step's choice takes, in budgets: pages are kept longer than a step, and some are
