@@ -73,12 +73,11 @@ def results() -> list[Result]:
     """Rows P23 to P25."""
     models = [find_model(name) for name in MODELS]
     first, last = models[0], models[-1]
-    shapes = "The paper's eight models, with shapes that their authors publish."
+    shapes = "The shapes of the eight models are those that their authors publish."
     again = (
-        "It does not say how a host without a cache computes pairs of tokens, nor over which "
-        "tokens it takes the mean. Tried: pairs not counted, 481x; the mean over all tokens of a "
-        "text, 521x and 3.38Kx, with which P24 would be 6.7; other means of the models, 510x at "
-        "least and 4.03Kx."
+        "The paper does not say how a host without a cache computes pairs of tokens, nor over "
+        "which tokens it takes the mean. Without pairs it would be 481x. With the mean over all "
+        "tokens of a text it would be 521x and 3.38Kx, but P24 6.7."
     )
     return [
         *(
@@ -88,8 +87,8 @@ def results() -> list[Result]:
                 float(crossover(model)),
                 PAPER,
                 "calibrated",
-                note=f"{shapes} A is heads times their size; with the hidden size in its place, "
-                "LaMDA would begin at 512, and that decided it.",
+                note=f"{shapes} A is heads times their size. With the hidden size instead, "
+                "LaMDA would begin at 512, which decided the choice.",
                 margins={"as fast at": crossing(model)},
             )
             for part, published, model in (("smallest", 256, first), ("largest", 1024, last))
@@ -100,7 +99,7 @@ def results() -> list[Result]:
             fmean(speedup(model, LENGTH) for model in models),
             PAPER,
             "calibrated",
-            note="Both fitted constants are of the curve that this is a point of.",
+            note="Both constants were fitted to the curve of which this is a point.",
         ),
         Result(
             *("P24", "asymptote", "the same, for any length"),
@@ -108,7 +107,7 @@ def results() -> list[Result]:
             speedup(first, 2.0**60),
             PAPER,
             "calibrated",
-            note="Follows from the constants of the pool alone.",
+            note="The constants of the pool alone give this.",
         ),
         *(
             Result(

@@ -112,8 +112,8 @@ def table() -> Table:
     made = Table(
         "Inside of InstInfer's drive",
         ["what", "ours"],
-        note=f"Chosen pages are random. Last lines: with field ranges, without; {RUNNING} contexts "
-        "end at random lengths on a drive that is nearly full.",
+        note="Chosen pages are random. The last two lines compare address maps with and without "
+        f"ranges for fields. {RUNNING} contexts end at random lengths on a nearly full drive.",
     )
     ranges, shared = contexts(ranges=True), contexts(ranges=False)
     whole, chosen = by_token() / 1e9, by_token(BUDGET) / 1e9

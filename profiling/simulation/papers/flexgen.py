@@ -81,6 +81,6 @@ def results() -> list[Result]:
             ours,
             "FlexGen (ICML 2023)",
             "arithmetic",
-            note="A closed form, with the constants that its authors fitted and print.",
+            note="A closed form, with the constants that its authors print.",
         )
     ]

@@ -146,11 +146,10 @@ def _whole() -> list[Result]:
             slow.seconds / full.seconds,
             PAPER,
             "predicted",
-            note="FlexGen's copies go through a pinned buffer, and each waits for the one before: "
-            "drives, memory, link in turn, by its code. On 16 drives of the chassis it then has "
-            f"{slow.seconds / flexgen_in_chassis().seconds:.2f} of its speed; the paper says 0.64 "
-            "to 0.94. Batch and length are assumed, as the paper does not name them; `--figure "
-            "hilos-settings` has 16 of both.",
+            note="By FlexGen's code, copies use drives, memory and link in turn. On 16 drives of "
+            f"the chassis it has {slow.seconds / flexgen_in_chassis().seconds:.2f} of its "
+            "speed; the paper says 0.64 to 0.94. The paper does not name batch and length, so we "
+            "assume them; `--figure hilos-settings` shows 16 settings.",
             beside=good_path().seconds / full.seconds,
         ),
         Result(
@@ -159,10 +158,9 @@ def _whole() -> list[Result]:
             fewer.seconds / full.seconds,
             PAPER,
             "predicted",
-            note="Of the paper's figures against FlexGen on DRAM, 1.10 to 1.36 with 4 and 1.88 to "
-            "2.49 with 16. Here drives and their link are all of a step, and the link is taken as "
-            "one of 16 GB/s for 4 drives, too: something that does not grow with the drives is "
-            "missing.",
+            note="Computed from the paper's speedups over FlexGen on DRAM: 1.10 to 1.36 with 4, "
+            "1.88 to 2.49 with 16. Our step has drives and a link of 16 GB/s only. The paper's "
+            "step also needs something that does not grow with the drives.",
         ),
     ]
 
@@ -180,8 +178,8 @@ def _ablation() -> list[Result]:
             slow.seconds / one.seconds,
             PAPER,
             "predicted",
-            note="As P17. In InstInfer's testbed FlexGen gets 0.91 GB/s of one drive, here 3.1 of "
-            "each of four: the papers do not agree on it.",
+            note="As P17. The papers do not agree on FlexGen: it gets 0.91 GB/s of InstInfer's "
+            "drive, and 3.1 of each of four here.",
             beside=good_path().seconds / one.seconds,
         ),
         Result(
@@ -190,10 +188,9 @@ def _ablation() -> list[Result]:
             one.seconds / spilled.seconds,
             PAPER,
             "predicted",
-            note="At once: direct writes of single rows, each of which a drive reads, changes and "
-            "programs before the next, and attention waits. Times of the page are those of the "
-            "flash: a quarter of the paper's effect, and it does not say what makes the rest. By "
-            "bytes alone there would be none.",
+            note="A drive reads, changes and programs a page for each row, and attention waits. By "
+            "the times of the flash this makes a quarter of the paper's effect. The paper does "
+            "not explain the rest.",
         ),
         Result(
             *("P18", "X-cache", "near storage, X for a share of the batch against none"),
@@ -201,7 +198,7 @@ def _ablation() -> list[Result]:
             one.seconds / x,
             PAPER,
             "predicted",
-            note="4/3 is the bound where drives and link are the limit: more needs a path for X "
+            note="With drives and link as the limit, 4/3 is the bound. More needs a path for X "
             "beside that of KV.",
         ),
         Result(
@@ -210,8 +207,8 @@ def _ablation() -> list[Result]:
             float(best),
             PAPER,
             "predicted",
-            note="A tie, which nobody should count: 16 rows of 256 bytes fill a page, and from "
-            "there on nothing changes. Margins: how much longer steps of others are.",
+            note="This is a tie: 16 rows of 256 bytes fill a page, and larger intervals change "
+            "nothing. Margins: how much longer other steps are.",
             margins=others,
         ),
         Result(
@@ -220,8 +217,8 @@ def _ablation() -> list[Result]:
             near(64).seconds / spilled.seconds,
             PAPER,
             "predicted",
-            note="By bytes and FLOP what waits is below 1 % of a step. The loss would need 4.4 us "
-            "of the host for each row that waits, which the paper does not explain.",
+            note="Rows that wait take less than 1 % of a step. The loss would need 4.4 us of the "
+            "host for each such row, which the paper does not explain.",
         ),
     ]
 
@@ -236,7 +233,7 @@ def _arithmetic() -> list[Result]:
             kernel_flops(group) / 1e9,
             PAPER,
             "calibrated",
-            note="One rate of the stream of KV for all: the middle of what the paper reaches.",
+            note="All three use one rate of the stream of KV, the middle of the paper's.",
         )
         for group, published in ((1, 11.9), (4, 46.8), (5, 56.3))
     ]
@@ -247,8 +244,8 @@ def _arithmetic() -> list[Result]:
             alpha,
             PAPER,
             "calibrated",
-            note="The closed form, of a link that is described by this ratio; of tenths, 0.5 is "
-            "also the best in the simulator.",
+            note="A closed form; this ratio describes the link. In steps of 0.1, 0.5 is also the "
+            "best in the simulator.",
         ),
         *kernel,
         Result(
@@ -257,7 +254,7 @@ def _arithmetic() -> list[Result]:
             lifetime_requests(alpha) / lifetime_requests(0),
             PAPER,
             "calibrated",
-            note="4/3: half of the bytes for half of the batch, which is P16.",
+            note="By P16, half of the batch writes half of the bytes, which gives 4/3.",
         ),
         Result(
             *("P21", "requests", "long requests to 175B in the life of 16 drives, millions"),
@@ -265,8 +262,8 @@ def _arithmetic() -> list[Result]:
             lifetime_requests(alpha) / 1e6,
             PAPER,
             "arithmetic",
-            note=f"{LONG_PROMPT:,} tokens in and {LONG_OUTPUT} out, as it is printed. Without the "
-            "output it would be 3.87, and 4.06 with a token of 4.5 MiB counted as 4.5 MB.",
+            note=f"For {LONG_PROMPT:,} tokens in and {LONG_OUTPUT} out, as the paper says. Without "
+            "the output it would be 3.87, and 4.06 with a token of 4.5 MiB counted as 4.5 MB.",
         ),
     ]
 
@@ -284,10 +281,9 @@ def results() -> list[Result]:
             gain / price_ratio(),
             PAPER,
             "predicted",
-            note="Prices are the paper's: server, GPU and four drives against server, GPU, chassis "
-            "and 16 SmartSSDs; so 2.02 is a speedup of "
-            f"{2.02 * price_ratio():.2f}, and ours (P17) is {gain:.2f}. Tried: a chassis with 16 "
-            f"plain drives for FlexGen, {gain / chassis_ratio():.2f}. The paper prints the most of "
-            "several settings, which it does not name.",
+            note="Prices are the paper's, so 2.02 is a speedup of "
+            f"{2.02 * price_ratio():.2f}; ours (P17) is {gain:.2f}. With 16 plain drives in a "
+            f"chassis for FlexGen it would be {gain / chassis_ratio():.2f}. The paper prints the "
+            "best of several settings, which it does not name.",
         ),
     ]

@@ -141,7 +141,7 @@ def _of_memory() -> list[Result]:
             traffic_ratio(tokens),
             PAPER,
             "arithmetic",
-            note="Bytes that the simulated links counted; an identity, which rests on nothing.",
+            note="The simulated links counted these bytes. An identity rests on no constant.",
         ),
         Result(
             *("P8", "memory", "batch 128: FlexGen's prompt does not fit, InstInfer's does"),
@@ -149,8 +149,8 @@ def _of_memory() -> list[Result]:
             float(fits == [True, False, True]),
             PAPER,
             "arithmetic",
-            note="1: so. FlexGen's need by the formula of its cost model. Margins: needs over the "
-            "GPU's memory.",
+            note="1: so. FlexGen's cost model gives its need. Margins: needs over the GPU's "
+            "memory.",
             margins=needs,
         ),
     ]
@@ -167,8 +167,8 @@ def _calibrated() -> list[Result]:
             slow.seconds / fast.seconds,
             PAPER,
             "calibrated",
-            note="An identity of the printed shares of KV in both steps and both rates of reading, "
-            "one of which is from FlexGen's own times: no GPU and no link is in it.",
+            note="An identity of printed numbers: KV's shares of both steps, and both rates of "
+            "reading. No GPU and no link is in it.",
             beside=good_path(64).seconds / fast.seconds,
         ),
         Result(
@@ -177,8 +177,8 @@ def _calibrated() -> list[Result]:
             sparse.seconds / near(256, 20, sparse=True).seconds,
             PAPER,
             "calibrated",
-            note="The step of one device is that of P6. What is not KV is taken as equal for dense "
-            "and sparse.",
+            note="P6 gives the step of one device. Work beside KV is assumed to be the same as for "
+            "dense.",
         ),
         Result(
             *("P5", "", "sparse against FlexGen, batch 64"),
@@ -186,9 +186,8 @@ def _calibrated() -> list[Result]:
             slow.seconds / near(64, sparse=True).seconds,
             PAPER,
             "calibrated",
-            note="The paper's is up to so much. As P3, and by the pages of P6. At the batch that "
-            "is best for each, 256 against 64, it would be "
-            f"{sparse.tokens_per_s / slow.tokens_per_s:.1f}x.",
+            note='The paper says "up to". Rests on P3 and P6. With the best batch of each, 256 '
+            f"and 64, it would be {sparse.tokens_per_s / slow.tokens_per_s:.1f}x.",
             beside=good_path(64, read_share=share).seconds / near(64, sparse=True).seconds,
         ),
         Result(
@@ -197,7 +196,7 @@ def _calibrated() -> list[Result]:
             near(256).seconds / sparse.seconds,
             PAPER,
             "calibrated",
-            note=f"Makes the share of pages that sparse attention reads, {share:g}.",
+            note=f"This result sets the share of pages that sparse attention reads, {share:g}.",
         ),
     ]
 
@@ -212,10 +211,10 @@ def _of_flash() -> Result:
         flash.bandwidth / 1e9,
         PAPER,
         "arithmetic",
-        note="Channels carry 11.2; dies are the limit, and the paper prints neither their number "
-        "nor their times. Assumed: as many a channel as on OpenSSD's boards, of which its "
-        f"prototype is one, and {1e6 * flash.read_s:.0f} us a page; the 30 to 42 us of public "
-        f"models give {reads[30]:.2f} to {reads[42]:.2f}. P3 to P7 rest on ours.",
+        note="Channels carry 11.2, but dies are the limit. The paper prints neither their number "
+        "nor their times. We assume as many a channel as on OpenSSD's boards, and "
+        f"{1e6 * flash.read_s:.0f} us a page; the 30 to 42 us of public models give "
+        f"{reads[30]:.2f} to {reads[42]:.2f}. P3 to P7 rest on ours.",
     )
 
 
@@ -233,7 +232,7 @@ def results() -> list[Result]:
             dense.seconds / near(256, 20).seconds,
             PAPER,
             "predicted",
-            note="What is not KV is by the share of KV that is printed for batch 64.",
+            note="The share of KV that is printed for batch 64 gives the work beside KV.",
         ),
         Result(
             *("P7", "", "dense at batch 256 against DeepSpeed at batch 16"),
@@ -241,10 +240,9 @@ def results() -> list[Result]:
             dense.tokens_per_s / small.tokens_per_s,
             PAPER,
             "predicted",
-            note="ZeRO-Inference, by its own code and options, brings all KV of a layer, moves all "
-            "of it back after the layer, and waits for both unless --async_kv_offload is given; "
-            f"with copies beside each other it would be {beside:.2f}. The paper does not say what "
-            "takes the time of its DeepSpeed.",
+            note="By its code, ZeRO-Inference brings all KV of a layer, moves it back after the "
+            "layer, and waits for both unless --async_kv_offload is given. With that option it "
+            f"would be {beside:.2f}. The paper does not say where its DeepSpeed spends the time.",
         ),
         Result(
             *("P8", "cliff", "DeepSpeed, batch 16 against 32"),
@@ -253,7 +251,7 @@ def results() -> list[Result]:
             PAPER,
             "predicted",
             note="Two copies of KV of 2,048 tokens fit the host's DRAM at batch 16, not at 32: "
-            f"{dram_share(16):.2f} and {dram_share(32):.2f} of it. Then all KV goes over one "
-            "drive both ways, which is read by FlexGen's path and written by its data sheet.",
+            f"{dram_share(16):.2f} and {dram_share(32):.2f} of it. At 32 all KV goes to one drive "
+            "and back. We assume FlexGen's rate of reading and the data sheet's of writing.",
         ),
     ]

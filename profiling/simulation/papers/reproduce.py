@@ -97,9 +97,9 @@ def tables(
     beside = Table(
         "Against a good I/O path",
         ["row", "result", "paper's baseline", "good I/O path"],
-        note="The same work on the same drives behind O_DIRECT and io_uring, with as much time "
-        "beside KV as the paper's own system needs. FlexGen maps its files and gets 0.91 GB/s of a "
-        "drive of 7.",
+        note="A good I/O path does the same work on the same drives with O_DIRECT and io_uring. It "
+        "gets as much time beside KV as the paper's own system. FlexGen maps its files, and gets "
+        "0.91 GB/s of a drive of 7.",
     )
     shown = [one for one in results(figures) if wanted is None or one.row in wanted]
     sources: dict[str, list[str]] = {}
@@ -134,9 +134,9 @@ def _modes() -> Table:
         f"OPT-13B, batch {batch}, contexts of {systems.CONTEXT} tokens, one drive",
         ["system", "tokens/s"],
         decimals=2,
-        note="Ours reads an eighth of the pages where it is sparse, with as much time beside KV as "
-        "InstInfer needs; exact, it is the good I/O path. How much drives attend to is by the "
-        "plugin's own rule (`offload.share: auto`).",
+        note="Ours, sparse, reads an eighth of the pages, with as much time beside KV as "
+        "InstInfer. Ours, exact, is the good I/O path. `offload.share: auto` sets the share of the "
+        "drives.",
     )
     rows = [
         ("FlexGen", instinfer.flexgen(batch).tokens_per_s),
@@ -158,8 +158,8 @@ def _in_turn() -> Table:
         "Speedup by two mini-batches, over drives of InstInfer's",
         ["batch", *(str(count) for count in counts)],
         decimals=2,
-        note="OPT-13B with `offload`; the GPU reads the weights for each half. Decision 020 says "
-        "why it is not built.",
+        note="OPT-13B with `offload`; the GPU reads the weights for each half. It is not built "
+        "(decision 020).",
     )
     for batch in (4, 8, 16, 32, 256):
         table.add(str(batch), *(instinfer.gain_in_turn(batch, count) for count in counts))
@@ -171,9 +171,8 @@ def _hits() -> Table:
     table = Table(
         "Llama-3.1-8B, prompt of 32,768 tokens that is stored, four PM9A3, H100",
         ["loaded by", "ms"],
-        note="LMCache and vLLM's tier by what `ssdkv lab bench io` measured of one request of "
-        "each. Ours is the good I/O path; what a node "
-        "costs beside it was measured on two cores, without a network (`bench_node`).",
+        note="`ssdkv lab bench io` measured one request of LMCache and of vLLM's tier. Ours is the "
+        "good I/O path. `bench_node` measured the cost of a node on two cores, without a network.",
     )
     for name, seconds in pools.hits():
         table.add(name, 1e3 * seconds)
@@ -186,8 +185,8 @@ def _nodes() -> Table:
         "Llama-3.1-70B, one context of 131,072 tokens on storage nodes, tokens/s",
         ["nodes", "nodes attend", "KV is brought"],
         decimals=2,
-        note="Nodes of DockerSSD's size with a port of 25 Gbit/s each; the host has one of 100. "
-        "What a core attends to is assumed.",
+        note="Nodes have DockerSSD's size and a port of 25 Gbit/s each; the host has one of 100. "
+        "The rate at which a core attends is assumed.",
     )
     for count in (4, 16, 64, 128):
         table.add(

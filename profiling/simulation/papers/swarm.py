@@ -8,7 +8,7 @@ from vllm_ssdkv.profiling.simulation.papers.swarm_traces import TraceFigures, ke
 
 PAPER = "Swarm"
 ENTRY_BYTES = 4096
-LAB = "`ssdkv lab reproduce --traces DIR` answers; docs/clusters.md has what it said of six traces"
+LAB = "`ssdkv lab reproduce --traces DIR` measures it; docs/clusters.md has six traces"
 
 
 def entry_bandwidth(drive: Drive, count: int, entry_bytes: int = ENTRY_BYTES) -> float:
@@ -19,8 +19,8 @@ def entry_bandwidth(drive: Drive, count: int, entry_bytes: int = ENTRY_BYTES) ->
 def _of_traces(figures: TraceFigures) -> list[Result]:
     """P11 to P14."""
     copies = (
-        "The mean over three baselines: static, no balance, no dedup. The number of replicas makes "
-        "both, and the threshold makes that number: the paper does not give it."
+        "Mean over three baselines: static, no balance, no dedup. Both depend on the number of "
+        "replicas, which the threshold sets. The paper does not give the threshold."
     )
     rules = (figures.rule_nine, figures.min_diff, figures.min_size)
     nine, diff, size = (0.0 if value is None else value for value in rules)
@@ -49,9 +49,8 @@ def _of_traces(figures: TraceFigures) -> list[Result]:
             None,
             figures.source,
             "measured",
-            note="No trace of that length is recorded. Of these Swarm would compare a medoid for "
-            f"every {figures.keys_gain:.0f} keys; `ssdkv lab bench clusters` times both on traces "
-            "of any length.",
+            note="We have no trace of that length. On ours Swarm would compare a medoid for every "
+            f"{figures.keys_gain:.0f} keys; `ssdkv lab bench clusters` times both.",
         ),
         Result(
             *("P13", "order", "distance after an update: theirs < Min-Diff < Min-Size"),
@@ -59,7 +58,7 @@ def _of_traces(figures: TraceFigures) -> list[Result]:
             order if known else None,
             figures.source,
             "measured",
-            note="1: so; 0: not. The sizes of the other two are not reproduced.",
+            note="1: this order; 0: another. The other two distances are not reproduced.",
             margins={"theirs": nine, "Min-Diff": diff, "Min-Size": size} if known else {},
         ),
         Result(
@@ -68,7 +67,7 @@ def _of_traces(figures: TraceFigures) -> list[Result]:
             figures.rule_nine,
             figures.source,
             "measured",
-            note="Below 1 new pages are popular ones, and closer than old ones.",
+            note="Below 1, new pages are closer than old ones.",
         ),
         Result(
             *("P14", "", "hit rate of its cache above that of LRU, 5 to 50 % of the context"),
@@ -76,7 +75,7 @@ def _of_traces(figures: TraceFigures) -> list[Result]:
             float(figures.hits_more > 0),
             figures.source,
             "measured",
-            note="0: not so at some budget. On longer traces likewise, by docs/clusters.md.",
+            note="0: lower at some budget. Longer traces gave the same (docs/clusters.md).",
             margins={"least difference": figures.hits_more},
         ),
     ]
@@ -91,7 +90,7 @@ def results(figures: TraceFigures | None = None) -> list[Result]:
             entry_bandwidth(find(Drive, "pm9a3"), 8) / 1e9,
             PAPER,
             "arithmetic",
-            note="8 drives times their IOPS.",
+            note="IOPS of 8 drives.",
         ),
         Result(
             *("P10", "", "time and bandwidth of reads, throughput"),
@@ -99,7 +98,7 @@ def results(figures: TraceFigures | None = None) -> list[Result]:
             None,
             PAPER,
             "measured",
-            note=f"Does not follow against a baseline with summaries in DRAM. {LAB}.",
+            note=f"It does not follow against a baseline with summaries in DRAM. {LAB}.",
         ),
         Result(
             *("P15", "", "length at which IOPS give way to bandwidth, 4 drives"),
@@ -107,8 +106,8 @@ def results(figures: TraceFigures | None = None) -> list[Result]:
             None,
             PAPER,
             "arithmetic",
-            note="Does not follow: bytes and requests both grow with the length, so no length "
-            "divides them without a fixed time per step, which the paper does not name.",
+            note="Bytes and requests both grow with the length. So no length divides them without "
+            "a fixed time per step, which the paper does not name.",
         ),
         *_of_traces(figures or kept()),
     ]

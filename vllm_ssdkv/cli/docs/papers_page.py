@@ -11,24 +11,21 @@ from vllm_ssdkv.profiling.simulation.papers.reproduce import summary, tables
 _INTRO: Final = """\
 # Results of papers
 
-`ssdkv lab reproduce` compares the published results of four papers, and of FlexGen, with ours, and
-prints this page (`--json`, `--rows P3,P17`; `--figure NAME --plot FILE` draws a figure). Drives,
-links, devices and accelerators are descriptions in `profiling/simulation/data`, where each number
-has its source, and a step of each system runs as discrete events. Each row is one of:
+`ssdkv lab reproduce` compares published results of InstInfer, Swarm, HILOS, DockerSSD and FlexGen
+with ours, and prints this page. A simulator runs a step of each system as discrete events. Drives,
+links and accelerators are descriptions in `profiling/simulation/data`, each number with its source.
+The command also prints the constants that each row rests on. Each row is of one kind:
 
-- **arithmetic**: a closed form of printed figures, however near.
-- **calibrated**: a constant of it is the published result itself, a share of the same step, or was
-  fitted to it. It says nothing for the model.
+- **arithmetic**: a closed form of printed numbers.
+- **calibrated**: one of its constants is the published result, a share of the same step, or was
+  fitted to it. Such a row is no evidence for the model.
 - **predicted**: a simulated step is in it, and no such constant.
 - **measured**: measured on traces of a model that the named command recorded here.
 
-Verdicts: of a ratio the effect counts, (ours - 1) / (published - 1), which passes from 0.8 to 1.25,
-so that a result on the other side of 1 is a miss; of a value its tolerance; of a band the band
-itself. The note of a miss says its cause, or the facts that the paper leaves out. **report**:
-nothing is demanded. Of absolute tokens/s, power and energy nothing is claimed. A paper's baseline
-is one as the paper ran it; the third table has the same work on a good I/O path.
-
-The command also prints each constant with its source and the rows that rest on it.
+A value passes within its tolerance, and a band within itself. A ratio passes if its effect,
+(ours - 1) / (published - 1), is from 0.8 to 1.25. The note of a miss has its cause, or the facts
+that the paper leaves out. Of a **report** nothing is demanded. We claim nothing about absolute
+tokens/s, power and energy.
 """
 
 
