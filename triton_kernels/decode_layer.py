@@ -22,6 +22,7 @@ from vllm_ssdkv.triton_kernels.attend import (
 )
 from vllm_ssdkv.triton_kernels.codes import code_logits, rotated_queries
 from vllm_ssdkv.triton_kernels.merge import finish_parts
+from vllm_ssdkv.triton_kernels.misses import Misses, wait
 from vllm_ssdkv.triton_kernels.resolve import Choice, Listed, resolve
 from vllm_ssdkv.triton_kernels.score import page_logits
 from vllm_ssdkv.triton_kernels.step_rows import Batch, BatchRows, match
@@ -77,6 +78,7 @@ class DecodeLayer:
     stream has both.
 
     Attributes:
+        misses: Pages that a layer lacks.
         outcome: What became of each row of the tables in the latest step; see ``resolve.Choice``.
 
     Example::
@@ -84,7 +86,7 @@ class DecodeLayer:
         layer = DecodeLayer(layout, slots, shape, tables, window_blocks=20, query_heads=32)
         layer.begin(batch, block_stride)  # once a step, then for each layer of the model:
         layer.store(key, value, cache, batch)
-        layer.attend(query, cache, out, scale, offsets=(frame, record))
+        layer.attend(number, query, cache, out, scale, offsets=(frame, record))
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class DecodeLayer:
         window_blocks: int,
         query_heads: int,
         choosing: Choosing | None = None,
+        misses: Misses | None = None,
     ) -> None:
         """Take the memory.
 
@@ -108,9 +111,11 @@ class DecodeLayer:
             window_blocks: Blocks of a row that are read from HBM, at most.
             query_heads: Query heads.
             choosing: How rows choose; None: no row does.
+            misses: Where they ask for pages whose blocks have no frame; None: these are lost.
         """
         self.layout, self.shape, self.tables = layout, shape, tables
         self._slots, self._choosing = slots, choosing
+        self.misses = Misses.empty(1, 0, shape, tables) if misses is None else misses
         device, rows, size = tables.device, shape.rows, layout.head_size
         every = BatchRows.empty(rows, window_blocks, device)
         self.outcome = every.outcome
@@ -242,6 +247,7 @@ class DecodeLayer:
 
     def attend(
         self,
+        layer: int,
         query: torch.Tensor,
         cache: torch.Tensor,
         out: torch.Tensor,
@@ -251,6 +257,7 @@ class DecodeLayer:
         """Write a layer's attention to ``out``, for the batch of the latest :meth:`begin`.
 
         Args:
+            layer: Its number.
             query: [R, Hq, D].
             cache: The layer's blocks in HBM, [num_blocks, ...].
             out: [R, Hq, D]; entries without a row get zeros.
@@ -280,10 +287,15 @@ class DecodeLayer:
             window,
             now.listed,
             self._slots,
+            self.misses,
             offset=offsets[0],
             sinks=0 if choosing is None else choosing.sinks,
             wanted=1.0 if choosing is None else choosing.mass,
         )
+        if self.misses.most:
+            row_pages = self.shape.blocks * self.layout.kv_heads * self.layout.groups
+            listed, lost = now.listed.address, self.outcome
+            wait(self.misses, listed, lost, layer=layer, row_pages=row_pages)
         attend_parts(
             query,
             pages,

@@ -22,6 +22,9 @@ from vllm_ssdkv.triton_kernels.choose import (
     weigh_line,
 )
 from vllm_ssdkv.triton_kernels.launch import inline, jit, on_device_of, padded
+from vllm_ssdkv.triton_kernels.misses import HEAD, Misses
+
+_MAIL_HEAD = tl.constexpr(HEAD)
 
 
 @inline
@@ -34,8 +37,14 @@ def _list_pages(
     address_ptr: torch.Tensor,
     position_ptr: torch.Tensor,
     lost_ptr: torch.Tensor,
+    miss_ptr: torch.Tensor,
+    miss_place_ptr: torch.Tensor,
+    miss_key_ptr: torch.Tensor,
+    miss_room: int,
+    first_key: int,
     offset: int,
     nowhere: int,
+    LAYER_PAGES: tl.constexpr,
     GROUPS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     PAGE_BYTES: tl.constexpr,
@@ -43,7 +52,8 @@ def _list_pages(
 ) -> None:
     """Write addresses and positions of a tile's chosen pages from ``at`` on.
 
-    A page whose block has no frame gets the address of ``nowhere``, and its row is lost."""
+    A page whose block has no frame gets the address of ``nowhere``. It is listed as a miss, or its
+    row is lost, where there is no room for it."""
     place = at + tl.cumsum(taken.to(tl.int32), 0) - 1
     column = (start + tl.arange(0, BLOCK)).to(tl.int64)
     frame = tl.load(frame_ptr + column // GROUPS, mask=taken, other=1)
@@ -51,8 +61,20 @@ def _list_pages(
     address = tl.where(frame == 0, nowhere, frame + offset + page * PAGE_BYTES)
     tl.store(address_ptr + place, address, mask=taken)
     tl.store(position_ptr + place, column * PAGE_TOKENS, mask=taken)
-    if tl.sum((taken & (frame == 0)).to(tl.int32), 0) > 0:
-        tl.store(lost_ptr, 1)
+    missing = taken & (frame == 0)
+    count = tl.sum(missing.to(tl.int64), 0)
+    if count > 0:
+        if (miss_room > 0) & (tl.load(lost_ptr) == 0):
+            begin = tl.atomic_add(miss_ptr, count)
+            i = begin + tl.cumsum(missing.to(tl.int32), 0) - 1
+            listed = missing & (i < miss_room)
+            key = first_key + column // GROUPS * LAYER_PAGES + page
+            tl.store(miss_key_ptr + i, key, mask=listed)
+            tl.store(miss_place_ptr + i, place.to(tl.int64), mask=listed)
+            if begin + count > miss_room:
+                tl.store(lost_ptr, 1)
+        else:
+            tl.store(lost_ptr, 1)
 
 
 @jit
@@ -71,6 +93,12 @@ def _resolve_kernel(
     position_ptr: torch.Tensor,
     end_ptr: torch.Tensor,
     outcome_ptr: torch.Tensor,
+    miss_ptr: torch.Tensor,
+    service_ptr: torch.Tensor,
+    miss_place_ptr: torch.Tensor,
+    requests: int,
+    miss_room: int,
+    layers: int,
     table_rows: int,
     sinks: int,
     wanted: float,
@@ -100,6 +128,12 @@ def _resolve_kernel(
     frame_ptr += row * blocks
     lost_ptr = outcome_ptr + row
     chosen_ptr = lost_ptr + table_rows
+    LAYER_PAGES: tl.constexpr = KV_HEADS * GROUPS
+    # Who answers, if anybody does and has done so far.
+    base = tl.load(service_ptr)
+    mail = base // layers % 2 * (_MAIL_HEAD + miss_room) + _MAIL_HEAD
+    miss_key_ptr = tl.cast(requests, tl.int64).to(tl.pointer_type(tl.int64)) + mail
+    miss_room = tl.where((base != 0) & (tl.load(miss_ptr + 1) != base), miss_room, 0)
     least = tl.load(least_ptr + entry)
     if (least < 0) | (tl.minimum(least, most) == columns) | (most == 0):
         # Nothing is ranked: the first pages and the newest ones, which may be none or all.
@@ -119,8 +153,14 @@ def _resolve_kernel(
                 address_ptr,
                 position_ptr,
                 lost_ptr,
+                miss_ptr,
+                miss_place_ptr,
+                miss_key_ptr,
+                miss_room,
+                row * blocks * LAYER_PAGES,
                 offset,
                 nowhere,
+                LAYER_PAGES,
                 GROUPS,
                 PAGE_TOKENS,
                 PAGE_BYTES,
@@ -167,8 +207,14 @@ def _resolve_kernel(
             address_ptr,
             position_ptr,
             lost_ptr,
+            miss_ptr,
+            miss_place_ptr,
+            miss_key_ptr,
+            miss_room,
+            row * blocks * LAYER_PAGES,
             offset,
             nowhere,
+            LAYER_PAGES,
             GROUPS,
             PAGE_TOKENS,
             PAGE_BYTES,
@@ -190,9 +236,9 @@ class Choice:
         frames: Address of the frame of each block of each row, 0 where there is none, int64
             [rows, blocks].
         nowhere: A page of zeros, which is attended to in place of one whose block has no frame.
-        outcome: Of each row of the tables, int32 [3, rows]: 1 if it chose such a page; the pages
-            that it chose, and its lists that ended before they had the mass that was ``wanted``,
-            both added to what is there.
+        outcome: Of each row of the tables, int32 [3, rows]: 1 if it chose such a page, which did
+            not come; the pages that it chose, and its lists that ended before they had the mass
+            that was ``wanted``, both added to what is there.
         logits, weights: Tables that are used on the way, float32 [R, Hq, n] and [R, Hkv, n].
         lse: Likewise, float32 [R, Hq].
     """
@@ -229,6 +275,7 @@ def resolve(
     seen: PartialState,
     listed: Listed,
     layout: BlockLayout,
+    misses: Misses,
     *,
     offset: int,
     sinks: int,
@@ -246,6 +293,7 @@ def resolve(
         seen: Partial states of the window, ``[n, R, Hq]`` and so on.
         listed: Is written.
         layout: Layout of a block in a slot.
+        misses: Gets the pages whose blocks have no frame.
         offset: Bytes from a frame's start to the layer's first page.
         sinks: First pages of a context that go first.
         wanted: Mass that ends a row's choice between ``least`` and ``most``; 1: it takes ``most``.
@@ -268,6 +316,12 @@ def resolve(
             listed.position,
             listed.end,
             choice.outcome,
+            misses.state,
+            misses.service,
+            misses.place,
+            misses.requests.data_ptr(),
+            misses.most,
+            misses.layers,
             choice.outcome.shape[1],
             sinks,
             wanted,

@@ -569,3 +569,124 @@ class Counters:
 
     def total(self, key: str) -> float: ...
     def totals(self) -> dict[str, float]: ...
+
+class Mailbox:
+    """Memory by which a device asks for pages, and is answered.
+
+    ``requests`` and ``replies`` are addresses of int64 ``[2, 2 + most]``, for steps in turn: of a
+    ticket, a count, and a key for each page; and of a ticket, the pages that are lost, and the
+    address of each page or 0. A key is the row times ``blocks``, plus the block, times
+    ``layer_pages``, plus the page's number in the layer. Raises ValueError for sizes below 1.
+    """
+
+    def __init__(
+        self,
+        requests: int,
+        replies: int,
+        most: int,
+        layers: int,
+        blocks: int,
+        layer_pages: int,
+    ) -> None: ...
+
+class StoredPages:
+    """Places of pages, and digests that these are right by.
+
+    Args:
+        address: Of the first place.
+        page_bytes: From a place to the next, and from a page of a slot to the next.
+        header_bytes: Of a slot, before its first page.
+        arena: Address of what the engine reads into.
+        payload_bytes: Used in a page.
+        row_of: Row of each slot's digests, -1 for none, [slots].
+        opening: Keys and identities, [rows, words]; of no words where nothing is encrypted.
+        marks: Checksums or tags, [rows, pages, words].
+    """
+
+    def __init__(
+        self,
+        address: int,
+        page_bytes: int,
+        header_bytes: int,
+        arena: int,
+        payload_bytes: int,
+        row_of: NDArray[np.int32],
+        opening: NDArray[np.uint64],
+        marks: NDArray[np.uint64],
+    ) -> None: ...
+
+class Served:
+    """What became of a step's requests."""
+
+    @property
+    def requests(self) -> int:
+        """Requests that were answered."""
+
+    @property
+    def held(self) -> int:
+        """Distinct pages that the cache had."""
+
+    @property
+    def read(self) -> int:
+        """Distinct pages that were read."""
+
+    @property
+    def slow(self) -> int:
+        """Those of them that the slow lane has read."""
+
+    @property
+    def lost(self) -> int:
+        """Pages without an answer."""
+
+    @property
+    def bytes(self) -> list[int]:
+        """Bytes that the fast lane has read from each device."""
+
+    @property
+    def places(self) -> NDArray[np.int32]:
+        """Places of the latest request, which are taken."""
+
+    @property
+    def overdue(self) -> list[tuple[Batch, NDArray[np.uint16], NDArray[np.uint32]]]:
+        """Reads that missed their deadline: device and length of each request."""
+
+class MissService:
+    """Answers to a device that lacks pages in a step.
+
+    A thread takes requests in the order of their tickets. Between :meth:`arm` and :meth:`disarm`
+    nobody else uses the ``cache``. Pages are read by the ``engine`` if that is a native one, and if
+    that fails by who calls :meth:`next` and :meth:`answer`. A request is answered within twice
+    ``deadline_s``.
+    """
+
+    def __init__(
+        self,
+        cache: PageCache,
+        mail: Mailbox,
+        stored: StoredPages,
+        engine: ThreadsEngine | UringEngine | None,
+        joined: bool,
+        deadline_s: float,
+    ) -> None: ...
+    def arm(self, rows: list[NDArray[np.int64]], stripes: Stripes | None) -> int:
+        """Begin a step whose rows have these slots; ``stripes`` None: all is read slowly.
+
+        Tickets of the step are counted from the answer; 0: the service has ended.
+        """
+
+    def disarm(self) -> Served:
+        """End the step, after the request under way."""
+
+    @property
+    def answered(self) -> int:
+        """Requests answered since the start."""
+
+    def next(self, timeout_s: float) -> tuple[NDArray[np.int64], NDArray[np.int32]] | None:
+        """Keys of pages to be read, and their places; None: there are none in this time."""
+
+    def answer(self, states: NDArray[np.uint8], devices: NDArray[np.uint16]) -> None:
+        """Answer to :meth:`next`, of each page: 0 it did not come, 1 it is right, 2 it did not
+        come, and the caller keeps its place; and the device."""
+
+    def close(self) -> None:
+        """End the thread."""

@@ -411,7 +411,9 @@ class PagedDecoder:
         device, timing = self._paged.device, self.timer or self._parts
         if device is None or timing or len(ids) != self.room.requests:
             return self.passes(ids, where, attention)
-        if not device.serves or device.armed:
+        # A capture does a step twice, and pages are asked for once.
+        asks = device.answered and self.passes.captured
+        if not device.serves or (device.armed and not asks):
             return self.passes(ids, where, attention)
         ends = [request.tokens + 1 for request, _ in self._now]
         batch = self._batch
@@ -423,7 +425,7 @@ class PagedDecoder:
         batch.block_table.copy_(table)
         logits = self.passes(ids, where, attention, self._attend_by_tables)
         if not self.passes.captures:  # layers have attended one by one
-            device.leases.close()
+            device.close()
             self._paged.device = None
         return logits
 

@@ -215,6 +215,11 @@ class Forward:
         """Check whether passes can be captured, as far as is known."""
         return self._graphs is not None
 
+    @property
+    def captured(self) -> bool:
+        """Check whether a pass was captured with its attention."""
+        return any(whole for _, whole in self._captured)
+
     def __call__(
         self,
         ids: torch.Tensor,

@@ -103,7 +103,8 @@ def engine(frames: int, *, sleeps: bool = False) -> tuple[Any, Any]:
             static_forward_context={"a": layer, "b": layer}, cudagraph_mode=whole
         ),
     )
-    return vllm, SimpleNamespace(config=options, layout=layout(options), least_frames=frames)
+    made = {"config": options, "layout": layout(options), "least_frames": frames}
+    return vllm, SimpleNamespace(**made, least_chosen=0)
 
 
 def test_running_contexts_must_fit_into_dram() -> None:
@@ -111,6 +112,13 @@ def test_running_contexts_must_fit_into_dram() -> None:
     assert "32 blocks of contexts, and running requests can have 33" in graphs.engine_reason(
         *engine(32)
     )
+    vllm, worker = engine(20)
+    worker.least_chosen = 32
+    assert "20 blocks of contexts, and the pages chosen from 32, and" in graphs.engine_reason(
+        vllm, worker
+    )
+    worker.least_chosen = 33
+    assert graphs.engine_reason(vllm, worker) == ""
     assert "--enable-sleep-mode" in graphs.engine_reason(*engine(33, sleeps=True))
 
 

@@ -20,7 +20,7 @@ int run(const std::string& wanted) {
   for (const auto& group :
        {memory_tests(), arrival_verifier_tests(), stripe_tests(), cipher_tests(), cache_tests(),
         page_cache_tests(), index_tests(), engine_tests(), team_tests(), attention_tests(),
-        sparse_tests(), decode_tests(), packing_tests()}) {
+        sparse_tests(), decode_tests(), packing_tests(), miss_service_tests()}) {
     for (const Test& test : group) {
       if (test.name.find(wanted) == std::string::npos) continue;
       std::printf("%s", test.name.c_str());

@@ -76,5 +76,6 @@ Tests attention_tests();
 Tests sparse_tests();
 Tests decode_tests();
 Tests packing_tests();
+Tests miss_service_tests();
 
 }  // namespace ssdkv::test

@@ -36,6 +36,7 @@ from vllm_ssdkv.triton_kernels import (
     digest,
     finish,
     merge,
+    misses,
     order,
     pack,
     resolve,
@@ -364,7 +365,7 @@ def test_decode_layer(
     """Kernels that find a step's rows by tables, choose pages and write the output."""
     matches, changes = record(step_rows, "_match_kernel"), record(step_rows, "_change_kernel")
     resolves, merges = record(resolve, "_resolve_kernel"), record(merge, "_merge_kernel")
-    attends = record(attend, "_attend_kernel")
+    attends, waits = record(attend, "_attend_kernel"), record(misses, "_wait_kernel")
     for module, name in ((store_kv, "_store_kernel"), (score, "_pages_kernel")):
         record(module, name)
     layout = BlockLayout.unpadded(64, 16, 2, 128, torch.bfloat16)
@@ -379,6 +380,7 @@ def test_decode_layer(
         window_blocks=6,
         query_heads=8,
         choosing=decode_layer.Choosing("bounds", sinks=1, mass=mass),
+        misses=misses.Misses.empty(32, 100, shape, tables),
     )
     rows = torch.zeros(2, dtype=torch.int64)
     batch = step_rows.Batch(rows, rows.int(), torch.zeros((2, blocks), dtype=torch.int32))
@@ -386,8 +388,8 @@ def test_decode_layer(
     query, new = (torch.zeros((2, heads, 128), dtype=torch.bfloat16) for heads in (8, 2))
     layer.begin(batch, cache.stride(0))
     layer.store(new, new, cache, batch)
-    layer.attend(query, cache, torch.empty_like(query), 0.1, (4096, 65536))
-    for recorder in (matches, changes, resolves, merges):
+    layer.attend(0, query, cache, torch.empty_like(query), 0.1, (4096, 65536))
+    for recorder in (matches, changes, resolves, waits, merges):
         check(recorder, capability)
     assert len(attends.launches) == 2
 

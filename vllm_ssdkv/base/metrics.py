@@ -292,7 +292,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "errors",
         "Unexpected errors in threads that write and load. The request in progress failed, and "
         "the thread goes on. The log has the first of each minute.",
-        Label("thread", ("writer", "loader", "prober", "node", "tier")),
+        Label("thread", ("writer", "loader", "misses", "prober", "node", "tier")),
     ),
     counter("io_deadline_exceeded", "batches", "I/O batches not complete at their deadline."),
     counter("checksum_failures", "pages", "Pages whose data does not match their checksum or tag."),

@@ -77,12 +77,13 @@ def engine_reason(vllm_config: VllmConfig, worker: SSDKVWorker) -> str:
     if vllm_config.model_config.enable_cumem_allocator:
         return "tables in HBM lose their content while an engine sleeps (--enable-sleep-mode)"
     needed, there = most_blocks(vllm_config, layout.block_tokens), worker.least_frames
-    if there < needed:
-        return (
-            f"DRAM may hold {there} blocks of contexts, and running requests can have {needed} "
-            "(raise dram_gib, or lower --max-num-seqs, --max-model-len or sparse.page_cache)"
-        )
-    return ""
+    if there >= needed or worker.least_chosen >= needed:
+        return ""
+    chosen = f", and the pages chosen from {worker.least_chosen}" if worker.least_chosen else ""
+    return (
+        f"DRAM may hold {there} blocks of contexts{chosen}, and running requests can have {needed} "
+        "(raise dram_gib, or lower --max-num-seqs, --max-model-len or sparse.page_cache)"
+    )
 
 
 def most_blocks(vllm_config: VllmConfig, block_tokens: int) -> int:

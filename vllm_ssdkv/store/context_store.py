@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_ssdkv import _io
 from vllm_ssdkv.store.cache.dram_balancer import DramBalancer
 from vllm_ssdkv.store.cache.frames import NO_FRAME
 from vllm_ssdkv.store.cache.selected_pages import SelectedPageCache
@@ -20,6 +21,7 @@ from vllm_ssdkv.store.read.context_frames import NO_SLOTS
 from vllm_ssdkv.store.read.context_stream import ContextStream
 from vllm_ssdkv.store.read.gpu_pages import GpuPageCache
 from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
+from vllm_ssdkv.store.read.miss_answers import MissAnswers
 from vllm_ssdkv.store.read.page_fetcher import PageFetcher
 from vllm_ssdkv.store.read.peer_path import ReadPath
 from vllm_ssdkv.store.read.selected_context import SelectedContexts
@@ -235,6 +237,21 @@ class ContextStore(TieredStore):
             elsewhere=elsewhere,
         )
         return self._stream
+
+    @property
+    def page_places(self) -> int:
+        """Single pages that DRAM may hold; 0: nothing is chosen."""
+        return 0 if self._pages is None else self._pages.places
+
+    def answer_misses(self, mail: _io.Mailbox) -> MissAnswers:
+        """Answer a device that lacks chosen pages, and asks for them by this memory.
+
+        Raises:
+            ValueError: the slots of this store have no summaries, so that nothing is chosen.
+        """
+        if self._pages is None:
+            raise ValueError("slots without summaries: nothing can be chosen")
+        return MissAnswers(self.files, self._seals, self._pages, self._fetcher, self.arena, mail)
 
     @property
     def checksums(self) -> ChecksumTable:

@@ -30,6 +30,7 @@ CHOICES = (
     *("sparse_selections", "sparse_pages_selected", "sparse_pages_in_context"),
     "sparse_selections_short",
 )
+READ = "pages of drives"
 SCORED = {name: ["_rotate", "_logits"] for name in ("codes", "adaptive")} | {"bounds": ["_pages"]}
 """Kernels that score pages."""
 
@@ -55,20 +56,29 @@ def decoded(
     steps: int = STEPS,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Logits of steps behind two prompts, with tokens that do not depend on them, and what rows
-    chose in them. The last step is timed, and thus never one graph."""
+    chose in them. The last step is timed, and thus never one graph. Where rows choose, the one
+    before lacks frames of a row's first blocks."""
     draw = torch.Generator().manual_seed(1)
     found = []
-    with PagedDecoder(model, config_of(selector, budget=0.85), ROOM, store, durable=False) as one:
+    chooses = selector != "exact"
+    config = config_of(selector, budget=0.85)
+    with PagedDecoder(model, config, ROOM, store, durable=chooses) as one:
         for name, count in zip("ab", PROMPTS, strict=True):
             one.prefill(name, torch.randint(0, 256, (count,), generator=draw).tolist())
-        for _ in range(steps):
+        for step in range(steps):
+            if chooses and step == steps - 1:
+                assert one.drain(30)
+                contexts: Any = one.worker.store
+                contexts.frames.forget(contexts.whole_contexts(["a"])[0][:2])
             ids = torch.randint(0, 256, (2,), generator=draw)
             found.append(one.step(["a", "b"], ids).clone())
             assert one.passes.launches == launches
         one.timer = AttentionTimer(CPU)
         found.append(one.step(["a", "b"], ids).clone())
         counters = one.worker.counters
-    return torch.stack(found), {name: counters.total(name) for name in CHOICES}
+    chosen = {name: counters.total(name) for name in CHOICES}
+    read = counters.total("sparse_pages_fetched", tier="ssd")
+    return torch.stack(found), chosen | {READ: read}
 
 
 @pytest.mark.parametrize(
@@ -103,13 +113,16 @@ def test_one_graph_decodes_all_steps(
     launches = "one CUDA graph a step"
     got, counted = decoded(model, selector, tmp_path / "captured", launches, steps)
     assert len(graphs) == 1 + PIECES
-    layer = ["_store", "_attend", *SCORED.get(selector, []), "_resolve", "_attend"]
+    asks = ["_wait"] if selector != "exact" else []
+    layer = ["_store", "_attend", *SCORED.get(selector, []), "_resolve", *asks, "_attend"]
     names = [f"{name}_kernel" for name in ["_match", *[*layer, "_merge"] * 2]]
     assert graphs[0].launches == names
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     assert counted == chosen
     assert chosen["sparse_selections_short"] == 0 or selector == "adaptive"
     assert all(chosen[name] for name in CHOICES[:3]) == (selector != "exact")
+    # The first blocks have the sinks, which all choose.
+    assert (chosen[READ] > 0) == (selector != "exact")
 
 
 def test_where_a_capture_fails_the_host_chooses_and_counts(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +16,7 @@ from tests.triton_kernels.recorded import Recorded
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.operands.step_tables import NEWEST, StepTables
 from vllm_ssdkv.triton_kernels.decode_layer import Choosing, DecodeLayer
+from vllm_ssdkv.triton_kernels.misses import Misses
 from vllm_ssdkv.triton_kernels.step_rows import Batch, change
 
 KV_HEADS, GROUP, SIZE, BLOCK, PAGE = 2, 3, 16, 8, 4
@@ -22,6 +27,9 @@ HEADER, LAYERS = 4096, 2
 SHAPE = StepTables(rows=4, blocks=20, hbm_blocks=16)
 WINDOW_BLOCKS, SCALE, SINKS = 3, 0.3, 1
 CPU = torch.device("cpu")
+MOST = 60
+"""Pages that a layer may ask for."""
+SURE_NS, SOON_NS = 60 * 10**9, 10**7
 
 
 @dataclass(frozen=True)
@@ -38,9 +46,11 @@ class Row:
 class Steps:
     """Memory at fixed places, in which each step writes its rows' K and V, and its tables."""
 
-    def __init__(self, choosing: Choosing | None) -> None:
+    def __init__(self, choosing: Choosing | None, most: int = 0) -> None:
         self.choosing = choosing
         self.tables = torch.zeros(SHAPE.size, dtype=torch.int64)
+        self.misses = Misses.empty(LAYERS, most, SHAPE, self.tables)
+        self.service = 0, 0
         self.batch = Batch(
             torch.full((SHAPE.rows,), -1, dtype=torch.int64),
             torch.zeros(SHAPE.rows, dtype=torch.int32),
@@ -54,6 +64,7 @@ class Steps:
             window_blocks=WINDOW_BLOCKS,
             query_heads=KV_HEADS * GROUP,
             choosing=choosing,
+            misses=self.misses,
         )
         frame = HEADER + LAYERS * SLOTS.block_bytes
         self.frames = torch.zeros((SHAPE.rows, SHAPE.blocks, frame), dtype=torch.uint8)
@@ -69,6 +80,7 @@ class Steps:
         draw = torch.Generator().manual_seed(seed)
         tables = torch.zeros(SHAPE.size, dtype=torch.int64)
         tables[: SHAPE.hbm_blocks] = -1
+        tables[SHAPE.service : SHAPE.fields] = torch.tensor(self.service)
         fields = tables[SHAPE.fields : SHAPE.frames].view(-1, SHAPE.rows)
         frames = tables[SHAPE.frames : SHAPE.records].view(SHAPE.rows, -1)
         records = tables[SHAPE.records :].view(SHAPE.rows, -1)
@@ -142,6 +154,7 @@ class Steps:
             cache = self.caches[layer]
             self.layer.store(self.key[layer], self.value[layer], cache, self.batch)
             self.layer.attend(
+                layer,
                 self.query[layer],
                 cache,
                 self.out[layer],
@@ -249,3 +262,140 @@ def test_a_window_without_room_is_cut_off_where_its_entry_ends() -> None:
     found = steps.layer.rows
     assert found.window.block_end[0] == WINDOW_BLOCKS
     assert not found.block_position[WINDOW_BLOCKS:].any()
+
+
+class Host:
+    """Answers a step's requests by pages elsewhere in memory.
+
+    Attributes:
+        asked: Keys of each layer that has asked.
+        lost: Keys that have no answer.
+    """
+
+    def __init__(self, steps: Steps, base: int, lost: tuple[int, ...] = ()) -> None:
+        self.steps, self.base, self.lost = steps, base, lost
+        self.asked: dict[int, list[int]] = {}
+        self.spare = torch.zeros((LAYERS, MOST, 1024), dtype=torch.uint8)
+
+    def answer(self, stop: threading.Event) -> None:
+        misses, turn = self.steps.misses, self.base // LAYERS % 2
+        request, reply = misses.requests[turn].numpy(), misses.replies[turn].numpy()
+        latest = self.base
+        while not stop.wait(1e-4):
+            if not latest < (ticket := int(request[0])) <= self.base + LAYERS:
+                continue
+            latest, layer = ticket, ticket - self.base - 1
+            keys = self.asked[layer] = request[2 : 2 + request[1]].tolist()
+            for i, key in enumerate(keys):
+                row, block = divmod(key // (KV_HEADS * GROUPS), SHAPE.blocks)
+                page = layer * KV_HEADS * GROUPS + key % (KV_HEADS * GROUPS)
+                held = self.steps.frames[row, block, HEADER + page * 1024 :][:1024]
+                self.spare[layer, i] = held
+                reply[2 + i] = 0 if key in self.lost else self.spare[layer, i].data_ptr()
+            reply[1] = np.isin(keys, self.lost).sum()
+            reply[0] = ticket
+
+
+@contextlib.contextmanager
+def host(steps: Steps, base: int, lost: tuple[int, ...] = ()) -> Iterator[Host]:
+    """Somebody who answers for as long as this lasts."""
+    one, stop = Host(steps, base, lost), threading.Event()
+    thread = threading.Thread(target=one.answer, args=(stop,))
+    thread.start()
+    try:
+        yield one
+    finally:
+        stop.set()
+        thread.join()
+
+
+def without_frames(rows: dict[int, Row]) -> dict[int, Row]:
+    """The same rows, each without a frame of its newest block."""
+    return {
+        entry: replace(row, without_frame=row.blocks - 1) if row.blocks else row
+        for entry, row in rows.items()
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pages_that_the_host_brings_change_no_bit(kind: str) -> None:
+    """Recorded where nothing is missing, replayed where each row lacks pages, and the other way."""
+    choosing, captured, replayed = KINDS[kind]
+    steps = Steps(choosing, MOST)
+    steps.prepare(captured, seed=1)
+    with Recorded() as record:
+        steps.run()
+    steps.compare()
+    for step, (seed, rows) in enumerate(((2, replayed), (3, captured)), start=1):
+        steps.service = 0, 0
+        steps.prepare(rows, seed)
+        record.replay()
+        want, base = steps.out.clone(), step * LAYERS
+        steps.service = base, SURE_NS
+        steps.prepare(without_frames(rows), seed)
+        steps.out.fill_(torch.nan)
+        with host(steps, base) as answers:
+            record.replay()
+        assert len(answers.asked) == LAYERS
+        assert torch.equal(steps.out, want)
+        assert not steps.layer.outcome[0].any()
+        assert not steps.misses.state[0]
+
+
+def test_a_layer_that_may_ask_is_seven_launches_and_moves_nothing() -> None:
+    steps = Steps(KINDS["bounds"][0], MOST)
+    steps.prepare(KINDS["bounds"][1], seed=1)
+    with Recorded() as record:
+        steps.run()
+    layer = ["_store", "_attend", "_pages", "_resolve", "_wait", "_attend", "_merge"]
+    assert record.launches == [f"{name}_kernel" for name in ["_match", *layer * LAYERS]]
+    assert record.operations == []
+
+
+def test_a_row_whose_page_does_not_come_is_lost_and_asks_no_more() -> None:
+    steps = Steps(None, MOST)
+    steps.service = LAYERS, SURE_NS
+    steps.prepare({0: Row(4, 3, without_frame=1), 1: Row(5, 2, without_frame=4)}, seed=1)
+    pages = KV_HEADS * GROUPS
+    first, other = (steps.places[entry] * SHAPE.blocks * pages for entry in (0, 1))
+    with host(steps, LAYERS, lost=(first + pages + 2,)) as answers:
+        steps.run()
+    assert steps.layer.outcome[0].nonzero().flatten().tolist() == [steps.places[0]]
+    mine, theirs = (
+        range(first + pages, first + 2 * pages),
+        range(other + 4 * pages, other + 5 * pages),
+    )
+    assert sorted(answers.asked[0]) == sorted([*mine, *theirs])
+    assert answers.asked[1] == list(theirs)
+    steps.rows[1] = replace(steps.rows[1], without_frame=None)
+    steps.compare()
+
+
+def test_where_nobody_answers_rows_are_lost_after_one_deadline() -> None:
+    steps = Steps(None, MOST)
+    steps.service = LAYERS, SOON_NS
+    steps.prepare({0: Row(4, 3, without_frame=1), 1: Row(5, 2), 2: Row(2, 1)}, seed=1)
+    steps.run()
+    steps.compare()
+    assert steps.layer.outcome[0].nonzero().flatten().tolist() == [steps.places[0]]
+    assert steps.misses.requests[1, 0] == LAYERS + 1
+    assert steps.misses.state.tolist() == [0, LAYERS]
+    # The next step asks again.
+    steps.service = 2 * LAYERS, SURE_NS
+    rows = {0: Row(4, 3, without_frame=1)}
+    steps.prepare(rows, seed=2)
+    with host(steps, 2 * LAYERS) as answers:
+        steps.run()
+    assert len(answers.asked) == LAYERS
+    assert not steps.layer.outcome[0].any()
+
+
+def test_what_a_layer_has_no_room_to_ask_for_loses_rows() -> None:
+    steps = Steps(None, most := KV_HEADS * GROUPS + 1)
+    steps.service = LAYERS, SURE_NS
+    steps.prepare({0: Row(4, 3, without_frame=1), 1: Row(5, 2, without_frame=4)}, seed=1)
+    with host(steps, LAYERS) as answers:
+        steps.run()
+    assert len(answers.asked[0]) == most
+    assert steps.layer.outcome[0].nonzero().flatten().tolist() == [steps.places[1]]
+    steps.compare()

@@ -12,13 +12,16 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from vllm_ssdkv import _io
 from vllm_ssdkv.attention.native_choice import is_native
 from vllm_ssdkv.base.errors import StepError
 from vllm_ssdkv.connector.names import PIECEWISE_FLAG
 from vllm_ssdkv.connector.worker.device_tables import DeviceTables, Event, Leases
-from vllm_ssdkv.kernels.operands.step_tables import StepTables, TableRow
+from vllm_ssdkv.kernels.operands.step_tables import MOST_MISSES, StepTables, TableRow
 from vllm_ssdkv.sparse.protocol import Selector
 from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from vllm_ssdkv.base.metrics import Counters
     from vllm_ssdkv.connector.worker.page_mode import PageMode
     from vllm_ssdkv.connector.worker.paged_step import PagedStep
+    from vllm_ssdkv.store.read.miss_answers import MissAnswers
     from vllm_ssdkv.triton_kernels.step_rows import Batch
 
 Record = Literal["", "bounds", "spread", "codes"]
@@ -86,7 +90,8 @@ class DeviceDecode:
     Attributes:
         leases: Memory that steps use until the device has done them.
         serves: Whether the step under way is one that the tables describe.
-        armed: Whether rows of it may be lost on the device, as a block has no frame.
+        armed: Whether rows of it may lack pages on the device, as a block has no frame.
+        answered: Whether somebody brings these pages; else the rows are lost.
 
     Example::
 
@@ -116,7 +121,8 @@ class DeviceDecode:
             device: Device of the caches.
             new_event: Makes a mark in its work.
         """
-        self.leases, self.serves, self.armed = Leases(new_event), False, False
+        self.leases = Leases(new_event)
+        self.serves = self.armed = self.answered = False
         self._new_event = new_event
         self._listed: Mapping[int, TableRow] = {}
         layout, geometry = paged.layout, paged.layout.geometry
@@ -130,6 +136,10 @@ class DeviceDecode:
         window = -(-paged.config.window_tokens // layout.block_tokens) + 2
         self._window_blocks, self._block_tokens = window, layout.block_tokens
         self.tables = DeviceTables(StepTables(rows, blocks, layout.num_blocks), device)
+        self._misses = self._make_misses(paged)
+        self._answers: MissAnswers | None = None
+        if self._misses is not None:
+            self._answers = paged.store.answer_misses(self._mailbox(self._misses))
         choosing, own = None, self._own
         if own is not None:
             sinks = -(-own.sink_tokens // paged.block_layout.page_tokens)
@@ -142,15 +152,34 @@ class DeviceDecode:
             window_blocks=window,
             query_heads=layout.query_heads or layout.kv_heads,
             choosing=choosing,
+            misses=self._misses,
         )
         outcome: torch.Tensor = self._layer.outcome
         pinned = device.type == "cuda"
         self._outcomes = [torch.zeros_like(outcome, device="cpu", pin_memory=pinned) for _ in "ab"]
         self._turn = 0
 
+    def _make_misses(self, paged: PageMode) -> Any:  # noqa: ANN401 - ``misses.Misses``
+        """Memory by which layers ask for pages; None: nothing is chosen, and nobody answers."""
+        shape, every = self.tables.shape, self._geometry.pages_per_layer
+        most = min(shape.rows * shape.blocks * every, paged.store.page_places, MOST_MISSES)
+        if self._own is None or not most:
+            return None
+        kernels: Any = importlib.import_module("vllm_ssdkv.triton_kernels.misses")
+        return kernels.Misses.empty(self._geometry.layers, most, shape, self.tables.memory)
+
+    def _mailbox(self, misses: Any) -> _io.Mailbox:  # noqa: ANN401 - ``misses.Misses``
+        mail = misses.requests.data_ptr(), misses.replies.data_ptr()
+        every = self._geometry.pages_per_layer
+        return _io.Mailbox(*mail, misses.most, misses.layers, self.tables.shape.blocks, every)
+
     def begin(self, step: PagedStep) -> None:
         """Send what a step changes in the tables; see :attr:`serves`. Of two steps, the leases of
-        the one before the last must have ended."""
+        the one before the last must have ended.
+
+        Where blocks have no frame, nobody else uses the page cache until :meth:`end`, or until
+        :meth:`withdraw`.
+        """
         rows = step.table_rows(self._takes)
         shape = self.tables.shape
         self.serves = (
@@ -159,13 +188,22 @@ class DeviceDecode:
             and all(len(row.frames) <= shape.blocks for row in rows.values())
             and step.longest_window(self._block_tokens) <= self._window_blocks
         )
-        self.armed = False
+        self.armed = self.answered = False
         if rows is not None and self.serves:
             self._listed = rows
             self.armed = any(not row.frames.all() for row in rows.values())
-            changes = self.tables.update(rows)
+            service = 0, 0
+            if self.armed and self._answers is not None:
+                base = self._answers.begin(step.slots_of_rows())
+                service, self.answered = (base, int(1e9 * self._answers.patience_s)), base != 0
+            changes = self.tables.update(rows, service)
             if len(changes):
                 self._rows_of.change(self.tables.memory, changes)
+
+    def withdraw(self) -> None:
+        """End the answers to a step that the host attends to, or that has failed."""
+        if self._answers is not None and (served := self._answers.end()) is not None:
+            self._answers.release(served.places)
 
     def end(self, step: PagedStep, counters: Counters, deadline_s: float) -> None:
         """End a step that kernels have attended to, or will. What it uses is given back when the
@@ -182,9 +220,11 @@ class DeviceDecode:
             )
         outcome, self._turn = self._outcomes[self._turn], 1 - self._turn
         outcome.copy_(self._layer.outcome, non_blocking=True)
-        listed = self._listed
+        listed, taken = self._listed, list[NDArray[np.int32]]()
 
         def ended() -> None:
+            for places in taken:
+                self._release(places)
             step.give_back()
             step.count_listed(counters, list(listed), *outcome[1:].tolist())
 
@@ -193,9 +233,40 @@ class DeviceDecode:
             done.record()
         self.leases.end_step(ended)
         if done is not None:
-            in_time = _wait(done, deadline_s)
+            in_time = self._wait(done, deadline_s)
             blocks = enumerate(listed)
             step.lose([block for row, block in blocks if not in_time or outcome[0, row]])
+        if self._answers is not None and (served := self._answers.end()) is not None:
+            taken.append(served.places)
+            step.count_misses(served)
+
+    def _release(self, places: NDArray[np.int32]) -> None:
+        if self._answers is not None:
+            self._answers.release(places)
+
+    def _wait(self, event: Event, deadline_s: float) -> bool:
+        """Wait until the device has come by a mark; False: it has not in time. It has as long as it
+        waits for pages, and longer while they come."""
+        answers, seen = self._answers, 0
+        until = 0.0
+        while not event.query():
+            now = time.monotonic()
+            if until and now >= until:
+                return False
+            if not until or (answers is not None and answers.answered != seen):
+                patience = 0.0
+                if answers is not None:
+                    patience, seen = answers.patience_s, answers.answered
+                until = now + deadline_s + patience
+            time.sleep(_LOOK_S)
+        return True
+
+    def close(self) -> None:
+        """Wait for all steps, and end their leases and the answers."""
+        self.withdraw()
+        self.leases.close()
+        if self._answers is not None:
+            self._answers.close()
 
     def _takes(self, selector: Selector) -> bool:
         """Check whether rows may choose so."""
@@ -242,14 +313,4 @@ class DeviceDecode:
         """Write a layer's attention to ``out``, [R, Hq, D]; entries of the batch that have no row
         get zeros."""
         offsets = self._geometry.layer_offset(layer), layer * self._record_bytes
-        self._layer.attend(query, cache, out, scale, offsets)
-
-
-def _wait(event: Event, deadline_s: float) -> bool:
-    """Wait until the device has come by a mark; False: it has not in time."""
-    until = time.monotonic() + deadline_s
-    while not event.query():
-        if time.monotonic() >= until:
-            return False
-        time.sleep(_LOOK_S)
-    return True
+        self._layer.attend(layer, query, cache, out, scale, offsets)

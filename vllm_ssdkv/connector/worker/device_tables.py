@@ -92,9 +92,13 @@ class DeviceTables:
         self._changes = torch.zeros(staged[1:], dtype=torch.int64, device=device)
         self._turn = 0
 
-    def update(self, rows: Mapping[int, TableRow]) -> torch.Tensor:
+    def update(
+        self, rows: Mapping[int, TableRow], service: tuple[int, int] = (0, 0)
+    ) -> torch.Tensor:
         """Send what differs for a step with these rows, by the HBM block that each one's token is
         written to. Of two steps, the device must have done the one before the last.
+
+        ``service``: as in ``triton_kernels/misses.py``.
 
         Returns:
             The changes on the device: int64 [n, 2], place and value.
@@ -106,6 +110,8 @@ class DeviceTables:
         numbers[blocks] = np.arange(len(blocks))
         found = [self._differing(touched, numbers[touched])]
         self._written = blocks
+        answers = shape.service + np.arange(len(service))
+        found.append(self._differing(answers, np.array(service, dtype=np.int64)))
         for number, row in enumerate(rows.values()):
             values = len(row.frames), row.first_block, len(row.records), row.least, row.most
             fields = shape.fields + number + np.arange(len(FIELDS)) * shape.rows

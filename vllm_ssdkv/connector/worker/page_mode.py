@@ -283,6 +283,7 @@ class PageMode:
         if self.device is None:
             step.give_back()
         else:
+            self.device.withdraw()
             self.device.leases.end_step(step.give_back)
         step.rebalance()
 
@@ -347,7 +348,7 @@ class PageMode:
     def close(self, timeout_s: float) -> bool:
         """End the device that attends; False: it may still read pages."""
         if self.device is not None:
-            self.device.leases.close()
+            self.device.close()
         return self.offloader is None or self.offloader.close(timeout_s)
 
 

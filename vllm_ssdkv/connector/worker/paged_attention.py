@@ -99,6 +99,8 @@ def attend_layer(
         paged.ordering.observe(layer, query, cache, rows, scale)
     known = step.plans.get(id(rows))
     if known is None:
+        if paged.device is not None:
+            paged.device.withdraw()
         plan = step.plan(rows, paged.block_layout, paged.context_layout, query)
     else:
         plan = known[1]

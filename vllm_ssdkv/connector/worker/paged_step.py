@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_ssdkv import _io
 from vllm_ssdkv.attention.decode_plan import DecodePlan
 from vllm_ssdkv.attention.exact import NO_CONTEXT, LayerContext, RowBatch, StreamedContext
 from vllm_ssdkv.attention.sparse import SparseDecode
@@ -398,6 +399,10 @@ class PagedStep:
             found[row.write_block] = choosing.get(i, exact)
         return found
 
+    def slots_of_rows(self) -> list[SlotArray]:
+        """Slots of the blocks of each of :meth:`table_rows`."""
+        return self._contexts
+
     def longest_window(self, block_tokens: int) -> int:
         """Blocks of so many tokens that a row has in HBM, with those of its new tokens, at most."""
         ends = [row.first_position + row.tokens for row in self._rows]
@@ -421,6 +426,12 @@ class PagedStep:
         mine = [place[self._rows[i].write_block] for i in self._choosing]
         self._decode.count_listed(sum(chosen[i] for i in mine), sum(short[i] for i in mine))
         counters.add_keyed(CHOICE_KEYS, self._chosen(self._decode))
+
+    def count_misses(self, served: _io.Served) -> None:
+        """Note where pages came from that a device has asked for. :meth:`count_listed` takes all
+        for pages of frames."""
+        if self._decode is not None:
+            self._decode.contexts.note_misses(served.held, served.read, served.lost)
 
     def lose(self, blocks: Sequence[int]) -> None:
         """A device could not attend to the whole contexts of rows, by the HBM blocks that their

@@ -40,6 +40,7 @@ from vllm_ssdkv.connector.worker.rank_store import RankAccess, StoreWork
 from vllm_ssdkv.connector.worker.saves import Saves
 from vllm_ssdkv.connector.worker.step_timer import StepTimer
 from vllm_ssdkv.connector.worker.stream_fence import StreamFence
+from vllm_ssdkv.kernels.operands.step_tables import MOST_MISSES
 from vllm_ssdkv.store.own_store import owned
 from vllm_ssdkv.store.tier import TierStore
 from vllm_ssdkv.store.tiered_store import TieredStore
@@ -154,6 +155,16 @@ class SSDKVWorker:
     def least_frames(self) -> int:
         """Blocks that this rank's DRAM holds at least; the store is in this process."""
         return owned(self._own).opened.plan.frames
+
+    @property
+    def least_chosen(self) -> int:
+        """Blocks of contexts from which a layer's rows can choose at least, if DRAM has no frame of
+        any; 0: they cannot. The store is in this process."""
+        plan = owned(self._own).opened.plan
+        if not plan.chosen_places:
+            return 0
+        of_layer = plan.chosen_places / self.layout.geometry.layers
+        return int(min(plan.kept_places, MOST_MISSES) / of_layer)
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Learn where HBM's blocks are, digest the model, and start the store's threads.

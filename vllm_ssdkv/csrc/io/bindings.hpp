@@ -15,6 +15,7 @@ void bind_cipher(nanobind::module_& m);
 void bind_stripes(nanobind::module_& m);
 void bind_arrival_verifier(nanobind::module_& m);
 void bind_coalesced(nanobind::module_& m);
+void bind_miss_service(nanobind::module_& m);
 #if SSDKV_URING
 void bind_uring(nanobind::module_& m);
 #endif

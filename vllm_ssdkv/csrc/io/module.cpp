@@ -19,5 +19,6 @@ NB_MODULE(_io, m) {
 #if SSDKV_URING
   ssdkv::bind_uring(m);
 #endif
+  ssdkv::bind_miss_service(m);
   m.attr("has_uring") = bool{SSDKV_URING};
 }

@@ -16,6 +16,10 @@ FIELDS: Final = ("blocks", "first_block", "scored", "least", "most")
 records to choose by, and pages that each KV head takes at least and at most."""
 
 
+MOST_MISSES: Final = 1 << 18
+"""Pages, at most, that a layer may ask for because DRAM has no frame of their blocks."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepTables:
     """Sizes of the tables, and where each of them begins.
@@ -31,10 +35,15 @@ class StepTables:
     hbm_blocks: int
 
     @property
-    def fields(self) -> int:
-        """Begin of the numbers of rows, [len(FIELDS), rows]. Before it: the row whose newest token
-        is written to each block in HBM, or -1."""
+    def service(self) -> int:
+        """Begin of what is said of the answers to misses; see ``misses.Misses``. Before it: the
+        row whose newest token is written to each block in HBM, or -1."""
         return self.hbm_blocks
+
+    @property
+    def fields(self) -> int:
+        """Begin of the numbers of rows, [len(FIELDS), rows]."""
+        return self.service + 2
 
     @property
     def frames(self) -> int:

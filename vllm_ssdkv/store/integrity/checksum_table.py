@@ -6,7 +6,10 @@ hand: 8 bytes per page (encrypted: 16, and 104 per slot), only for slots of runn
 
 from __future__ import annotations
 
+import math
+import mmap
 import threading
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,17 +18,25 @@ from vllm_ssdkv.store.integrity.slot_codec import Digests
 
 _NO_ROW = -1
 
+_MAP_NORESERVE: Final = 0x4000
+"""Flag of Linux for memory of which most is never written."""
+
 
 class ChecksumTable:
-    """Seals by slot. Thread-safe; never blocks on I/O."""
+    """Seals by slot. Thread-safe; never blocks on I/O.
+
+    Native code reads them where they are (:meth:`arrays`), so they never move.
+    """
 
     def __init__(self, slots: int, pages: int, opening_words: int, mark_words: int):
         """``slots`` in the store, ``pages`` per slot; the words are those of the ``SlotCodec``."""
         self._lock = threading.Lock()
         self._row_of = np.full(slots, _NO_ROW, dtype=np.int32)
-        self._opening = np.zeros((64, opening_words), dtype=np.uint64)
-        self._marks = np.zeros((64, pages, mark_words), dtype=np.uint64)
-        self._free = list(range(63, -1, -1))
+        self._opening = _reserved(slots, opening_words)
+        self._marks = _reserved(slots, pages, mark_words)
+        self._rows = 0
+        """Rows that have been used; those behind them take no memory."""
+        self._free: list[int] = []
         self._held: dict[int, tuple[Digests, int]] = {}
         """Of each slot that is being written, the seals of what is written with it, and its place
         among them."""
@@ -37,11 +48,9 @@ class ChecksumTable:
 
     def _put(self, slots: NDArray[np.int64], seals: Digests) -> None:
         new = slots[self._row_of[slots] == _NO_ROW]
-        while len(new) > len(self._free):
-            grown = len(self._marks)
-            self._free.extend(range(2 * grown - 1, grown - 1, -1))
-            self._opening = np.concatenate([self._opening, np.zeros_like(self._opening)])
-            self._marks = np.concatenate([self._marks, np.zeros_like(self._marks)])
+        if (more := len(new) - len(self._free)) > 0:
+            self._free.extend(range(self._rows, self._rows + more))
+            self._rows += more
         if len(new):
             self._row_of[new] = self._free[-len(new) :]
             del self._free[-len(new) :]
@@ -113,6 +122,23 @@ class ChecksumTable:
                 self._held.pop(slot, None)
 
     @property
+    def arrays(
+        self,
+    ) -> tuple[NDArray[np.int32], NDArray[np.uint64], NDArray[np.uint64]]:
+        """Row of each slot, -1 for none, openings and marks by row. Those of slots that running
+        contexts have do not change."""
+        return self._row_of, self._opening, self._marks
+
+    @property
     def nbytes(self) -> int:
         """Memory held for slots that are not being written."""
-        return int(self._opening.nbytes + self._marks.nbytes + self._row_of.nbytes)
+        words = self._opening[: self._rows].size + self._marks[: self._rows].size
+        return 8 * words + self._row_of.nbytes
+
+
+def _reserved(*shape: int) -> NDArray[np.uint64]:
+    """Zeros that take memory as they are written."""
+    count = math.prod(shape)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    memory = mmap.mmap(-1, max(1, 8 * count), flags=flags)
+    return np.frombuffer(memory, dtype=np.uint64, count=count).reshape(shape)

@@ -200,9 +200,10 @@ class MemoryPlan:
 
     Images, of ``image_bytes`` each, are on their way to the devices: encrypted slots, or tails of
     slots. ``tails`` are made for the table of summaries. ``page_runs`` and ``summary_runs`` are
-    those of the single pages and of the summaries that may serve as frames; a choice takes
-    ``chosen_places`` single pages per slot of its context. With ``summaries_on_device`` summaries
-    take no DRAM: the device holds those of as many slots as DRAM would, or more.
+    those of the single pages and of the summaries that may serve as frames; ``kept_places`` never
+    do. A choice takes ``chosen_places`` single pages per slot of its context. With
+    ``summaries_on_device`` summaries take no DRAM: the device holds those of as many slots as DRAM
+    would, or more.
 
     Raises DramTooSmallError when the DRAM given is too small for the slot size.
     """
@@ -315,6 +316,7 @@ class MemoryPlan:
             places = self.page_places - max(least, int(KEPT_SHARE * self.page_places))
         if choice is not None and choice.summaries is None:
             rows = 0 if self.summaries_on_device else self.summary_rows
+        self.kept_places = self.page_places - places
         page, row = geometry.page_bytes, 1 if choice is None else choice.row_bytes(geometry)
         self.summary_offset = self.page_offset + self.page_places * page
         frame = geometry.frame_bytes

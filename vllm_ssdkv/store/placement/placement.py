@@ -134,6 +134,12 @@ class Placement:
                 raise ValueError(f"extents overlap on device {extent.device} at {extent.begin}")
             ends[extent.device] = extent.end
 
+    @property
+    def stripes(self) -> _io.Stripes | None:
+        """Placement for native code, as it is now; None: a slot has a second copy."""
+        tables = self._tables
+        return tables.stripes if tables.copies == 1 else None
+
     # ---- where ----
 
     def extents(

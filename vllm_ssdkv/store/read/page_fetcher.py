@@ -33,7 +33,7 @@ _NO_PLACES: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
 
 
 @dataclass(slots=True)
-class _Read:
+class PageRead:
     """Distinct pages on their way into places that are taken for them; all arrays [n]."""
 
     keys: NDArray[np.int64]
@@ -62,7 +62,7 @@ class Fetch:
     address: NDArray[np.uint64]
     from_cache: int
     from_ssd: int
-    _read: _Read | None
+    _read: PageRead | None
     used: int = 0
     _again: Fetch | None = None
     """Pages that are read once more: from another copy, or because somebody had begun to read them
@@ -76,7 +76,7 @@ class PageFetcher:
         self._files = files
         self._seals = seals
         self._cache = cache
-        self._ahead: deque[_Read] = deque()
+        self._ahead: deque[PageRead] = deque()
         """Reads that nobody has asked for yet; their places are taken."""
         self._idle = PrefetchBudget()
         self.bad: list[int] = []
@@ -104,7 +104,7 @@ class PageFetcher:
             asked = self._cache.acquire(pages)
         keys, places = asked.keys[asked.held :], asked.places[asked.held :]
         count = int(np.count_nonzero(places != NO_PLACE)) if len(places) else 0  # the first ones
-        read = self._submit(keys[:count], places[:count]) if count else None
+        read = self.submit(keys[:count], places[:count]) if count else None
         self._idle.asked(self._load(() if read is None else (read,)))
         nowhere = np.zeros(len(pages), dtype=np.uint64)
         found = asked.held - asked.guessed
@@ -130,12 +130,13 @@ class PageFetcher:
             devices = _first_devices(first, len(pages))
         keys, places = self._cache.prefetch(pages, begin, limit, devices, quota)
         if len(keys):
-            self._ahead.append(self._submit(keys, places))
+            self._ahead.append(self.submit(keys, places))
         return len(keys)
 
-    def settle(self) -> None:
-        """Take in what was read ahead and has arrived by now; what uses no fetch calls this."""
-        self._settle_ahead(wait=False)
+    def settle(self, *, wait: bool = False) -> None:
+        """Take in what was read ahead and has arrived by now, or all of it; what uses no fetch
+        calls this."""
+        self._settle_ahead(wait=wait)
 
     def pass_over(self) -> None:
         """Note that a layer needed no fetch: all of its pages were in memory."""
@@ -234,18 +235,19 @@ class PageFetcher:
 
     # ---- reading ----
 
-    def _submit(self, keys: NDArray[np.int64], places: NDArray[np.int32]) -> _Read:
+    def submit(self, keys: NDArray[np.int64], places: NDArray[np.int32]) -> PageRead:
+        """Start to read pages into places that are taken for them. Any thread."""
         slots, numbers = self._cache.slot_and_number(keys)
         extents = SlotExtents(slots, numbers, 1, self._cache.buffer_offset(places))
         source = TableDigests(self._files.codec, self._seals, extents)
-        return _Read(keys, places, VerifiedRead(self._files, extents, source, coalesced=True))
+        return PageRead(keys, places, VerifiedRead(self._files, extents, source, coalesced=True))
 
     def _offset(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Bytes of the slot before each page."""
         geometry = self._files.geometry
         return geometry.header_bytes + numbers * geometry.page_bytes
 
-    def _load(self, reads: Iterable[_Read]) -> NDArray[np.int64]:
+    def _load(self, reads: Iterable[PageRead]) -> NDArray[np.int64]:
         """Pages, or parts of them, that each device reads, [devices]."""
         load = np.zeros(self._files.placement.devices, dtype=np.int64)
         for read in reads:
@@ -253,7 +255,7 @@ class PageFetcher:
             load += np.bincount(device, minlength=len(load))
         return load
 
-    def _take_in(self, mine: _Read) -> NDArray[np.int32]:
+    def _take_in(self, mine: PageRead) -> NDArray[np.int32]:
         """A read is over: the cache holds what is good; places that it may still write to."""
         self._cache.complete(mine.keys, mine.places, mine.read.good, mine.devices())
         lent = [_NO_PLACES]

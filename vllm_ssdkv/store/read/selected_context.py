@@ -396,6 +396,17 @@ class SelectedContexts:
         self._count(fetch.below, self.fetched)
         return fetch
 
+    def note_misses(self, held: int, read: int, lost: int) -> None:
+        """Count distinct pages that were found in the cache, or read, for who attends to them
+        elsewhere and takes these, and those that are lost, for pages of frames; and take in what
+        was wrong with their slots."""
+        self.fetched.frame -= held + read + lost
+        self.fetched.cache += held
+        self.fetched.ssd += read
+        self.pages_used += read
+        self.bad += self._fetcher.take_bad()
+        self.unread += self._fetcher.take_unread()
+
     def fetch_channels(self, wanted: BlockPages) -> Fetch:
         """The same for :meth:`channel_pages`, which are counted apart."""
         return self._start(wanted, self.fetched_channels)

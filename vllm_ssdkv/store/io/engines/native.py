@@ -48,6 +48,11 @@ class NativeEngine:
         self._finalizer = weakref.finalize(self, _release, native, memory, GRACE_S)
         self._memory: NDArray[np.uint8] | None = memory
 
+    @property
+    def native(self) -> _Native:
+        """Engine for other native code, which must not use it after :meth:`close`."""
+        return self._native
+
     def submit(self, op: Op, device: U16, offset: U64, length: U32, buffer: U64) -> Batch:
         """See the protocol."""
         return self._native.submit(
