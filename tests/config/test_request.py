@@ -147,11 +147,13 @@ def test_what_a_request_has_retained() -> None:
     asked.arrived(request("hour", {"ssdkv": {"retain": "1h", "selector": "window"}}))
     asked.arrived(request("plain", {"ssdkv": {"selector": "window"}}))
     asked.arrived(request("hint", None, retaining({"duration": 2.5}, {"duration": 1})))
-    asked.arrived(request("ever", None, retaining({"priority": 100})))
+    asked.arrived(request("ever", None, retaining({"priority": 100, "duration": None})))
+    asked.arrived(request("null", None, retaining({"priority": None, "duration": 60})))
     asked.arrived(request("both", {"ssdkv": {"retain": "1m"}}, retaining({"duration": 90})))
     asked.arrived(request("other", None, retaining({"duration": "?"}, kind="kv.fetch")))
     asked.arrived(request("free", None, retaining({"priority": 0, "duration": 60})))
     asked.arrived(request("least", None, retaining({"priority": -1}, {"priority": -0.5})))
+    assert asked.retained_s("null") == 60
     names = ("hour", "plain", "hint", "ever", "both", "other", "free", "least", "none")
     assert [asked.retained_s(name) for name in names] == [3600, 0, 3, 30 * 86400, 90, 0, 0, 0, 0]
     assert asked.of("hour") == asked.of("plain"), "workers tell choices apart, not times"
@@ -159,7 +161,7 @@ def test_what_a_request_has_retained() -> None:
     assert asked.ended("both") == {"ssdkv": {"selector": "bounds", "retain": "90s"}}
     assert asked.ended("hint") is None
     assert asked.retained_s("hint") == 0
-    for name in ("plain", "ever", "other", "free", "least"):
+    for name in ("plain", "ever", "null", "other", "free", "least"):
         asked.ended(name)
     assert len(asked) == 0
 

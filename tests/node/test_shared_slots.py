@@ -611,6 +611,14 @@ def test_a_block_that_is_wrong_is_found_by_nobody(sharers: tuple[Sharer, Sharer]
     assert first.find(1) == []
 
 
+def test_a_slot_of_several_blocks_is_dropped_once(sharers: tuple[Sharer, Sharer]) -> None:
+    first, _ = sharers
+    slots = first.store(0, 1)
+    first.slots.drop(np.array([slots[0]] * 3 + [slots[1]]))
+    first.settle()
+    assert first.slots.counters["dropped"] == 2
+
+
 def test_a_request_waits_for_blocks_that_another_engine_computes(
     sharers: tuple[Sharer, Sharer],
 ) -> None:

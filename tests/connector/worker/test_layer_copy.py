@@ -535,6 +535,26 @@ def test_devices_forget_a_step_whose_forward_pass_failed(worker: SSDKVWorker) ->
     assert attends.kept == set()
 
 
+class Inputs:
+    """Stands for X of a step's tokens, which is kept until the step ends."""
+
+    kept = True
+
+    def end_step(self, counters: Counters) -> None:
+        del counters
+        self.kept = False
+
+
+def test_x_of_a_step_whose_forward_pass_failed_is_not_kept(worker: SSDKVWorker) -> None:
+    """The next step, whose rows keep none, would look for it."""
+    inputs: Any = Inputs()
+    worker.begin(plan(1, 3))
+    worker.page_mode.x_cache = inputs
+    worker.give_up()
+    worker.page_mode.x_cache = None
+    assert not inputs.kept
+
+
 def test_devices_forget_slots_that_get_copies_even_if_the_source_is_lost(
     worker: SSDKVWorker,
 ) -> None:

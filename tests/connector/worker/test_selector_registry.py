@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.request import RequestOptions
 from vllm_ssdkv.connector.kv_layout import KVLayout
 from vllm_ssdkv.connector.messages import Row
 from vllm_ssdkv.connector.worker.selector_registry import MAX_KNOWN, SelectorGroup, SelectorRegistry
-from vllm_ssdkv.sparse.protocol import Budget, Selection, Selector
+from vllm_ssdkv.sparse.protocol import Budget, Needs, Selection, Selector
 from vllm_ssdkv.sparse.selection_reuse import RowSizes
 from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
@@ -123,6 +124,20 @@ def test_options_reach_swarm() -> None:
     swarm = made("swarm", scorer="sparf", channels=16, cluster_score="medoid").selector
     assert isinstance(swarm, SwarmSelector)
     assert (swarm.needs.channels, swarm.route) == (16, "medoid")
+
+
+class ChannelledSelector(WindowSelector):
+    """A user's selector that reads channels."""
+
+    version = "1"
+    needs = Needs(channels=8)
+
+
+def test_a_guest_whose_summaries_are_not_there_is_refused_with_the_ways_out() -> None:
+    name = f"{__name__}:{ChannelledSelector.__name__}"
+    wanted = f'{name} needs .*slots hold what "bounds" needs.*else to "sparf".*VLLM_PLUGINS'
+    with pytest.raises(ConfigError, match=wanted):
+        choice(name, scorer="bounds")
 
 
 def test_prompts_count_for_those_that_will_choose_by_clusters() -> None:

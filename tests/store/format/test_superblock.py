@@ -90,8 +90,10 @@ def test_well_summed_nonsense_is_refused() -> None:
         Superblock.decode(bytes(10))
     data = bytearray(BLOCK.encode())
     data[8] = 9
-    with pytest.raises(FormatError, match="version is 9"):
+    with pytest.raises(FormatError, match="version is 9, expected 4: another release made it"):
         Superblock.decode(refreshed(data))
+    with pytest.raises(FormatError, match=r"version is 9, expected 4$"):
+        Superblock.decode(bytes(data[:-1]) + b"?")  # damaged
     data[8] = 1  # its summary pages came first
     with pytest.raises(FormatError, match="version is 1, expected 4"):
         Superblock.decode(refreshed(data))

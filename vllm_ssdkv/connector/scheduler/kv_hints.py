@@ -44,7 +44,9 @@ def hinted_retention(actions: Sequence[KvHintAction]) -> int:
                 f"kv_hints: {count} directives of {RETAIN}, more than {_MOST}: send fewer"
             )
         for directive in directives:
-            priority, seconds = directive.get("priority", 1), directive.get("duration")
+            priority, seconds = directive.get("priority"), directive.get("duration")
+            if priority is None:
+                priority = 1
             if not _is_number(priority):
                 raise ConfigError(f"kv_hints: a priority of {RETAIN} is a number")
             if priority <= 0:

@@ -78,7 +78,8 @@ class PagePolicy:
                 return WaitReason.WRITES_PAUSED
             self._leave_devices()
         needed, self._only_as_x = self._admission.blocks_needed(request), ""
-        as_x, shared = self.x_admission.would_admit(needed), self._own.shared
+        as_x = self._per_slot > 1 and self.x_admission.would_admit(needed)
+        shared = self._own.shared
         if shared is not None:
             shared.obtain(needed)
         if as_x and self._index.available() < needed:

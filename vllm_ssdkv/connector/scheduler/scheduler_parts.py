@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -109,11 +110,12 @@ class SchedulerStore:
         return cls(index, index, suspension, policy, counters, name_key)
 
     def close(self) -> None:
-        """Make journal, manifest and the count of what was written durable."""
-        if self.own is not None:
-            self.own.rebalancer.close()
-        self.index.close()
-        self.write_policy.close()
+        """Make journal, manifest and the count of what was written durable, whichever fails."""
+        with ExitStack() as stack:
+            stack.callback(self.write_policy.close)
+            stack.callback(self.index.close)
+            if self.own is not None:
+                stack.callback(self.own.rebalancer.close)
 
 
 @dataclass(frozen=True, slots=True)

@@ -267,13 +267,15 @@ class PageMode:
             self.projector.recording = False
         return spoiled
 
-    def give_up(self) -> None:
+    def give_up(self, counters: Counters) -> None:
         """End a step whose forward pass has failed."""
         if self.offloader is not None:
             self.offloader.device.end_step()  # it knows where contexts of this step are
         if self.step is not None:
             self._end_step(self.step)
             self.step = None
+        if self.x_cache is not None:
+            self.x_cache.end_step(counters)
         if self.projector is not None:
             self.projector.recording = False
 

@@ -78,11 +78,11 @@ class SelectorGroup:
         if near is not None and config.selector == "sparf":
             selector = near(SparfSelector.of(parts))
         if SELECTORS.is_guest(config.selector):
-            _check_needs(selector, parts)
+            _check_needs(config.selector, selector, parts)
         return cls(selector, config.exact_below)
 
 
-def _check_needs(guest: Selector, parts: SelectorParts) -> None:
+def _check_needs(name: str, guest: Selector, parts: SelectorParts) -> None:
     """Check that slots hold the summaries that a guest reads.
 
     Raises:
@@ -93,11 +93,11 @@ def _check_needs(guest: Selector, parts: SelectorParts) -> None:
     spread = needs.spread and not held.spread
     codes = needs.codes not in (0, held.codes)
     if bounds or spread or codes or needs.channels > held.channels:
-        name = f"{type(guest).__module__}:{type(guest).__qualname__}"
         raise ConfigError(
             f'sparse.scorer: {name} needs {needs}, and slots hold what "{parts.scorer_name}" '
             f'needs, {held}; set sparse.scorer to "spread" for spread, "bounds" for bounds, '
-            '"codes" for codes, else to "sparf"'
+            '"codes" for codes, else to "sparf". If a plugin registers it and nobody asks for it, '
+            "leave the plugin out of VLLM_PLUGINS"
         )
 
 

@@ -334,7 +334,7 @@ class SSDKVWorker:
         """Replace :meth:`end` after a forward pass that failed. Nothing of the step is stored."""
         logger.error("ssdkv: the forward pass failed: no block of this step is stored")
         if self.paged is not None:
-            self.paged.give_up()
+            self.paged.give_up(self.counters)
         if self._saves is not None:
             self._saves.drop()
 

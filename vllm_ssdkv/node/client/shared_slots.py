@@ -260,8 +260,9 @@ class SharedSlots(RemoteIndex):
 
     def drop(self, slot: int | I64) -> None:
         """See :class:`RemoteIndex`."""
-        super().drop(slot)
-        for one in np.atleast_1d(slot).tolist():
+        slots = np.unique(slot)  # of several blocks one slot each
+        super().drop(slots)
+        for one in slots.tolist():
             self._counts["dropped"] += 1
             self._forget_key(one)
 

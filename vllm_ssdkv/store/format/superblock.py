@@ -181,7 +181,10 @@ class Superblock:
         expected = (MAGIC, version, BLOCK_BYTES, checksum_bytes(block[:_BODY]))
         for name, found, wanted in zip(names, head, expected, strict=True):
             if found != wanted:
-                raise FormatError(f"superblock: {name} is {found!r}, expected {wanted!r}")
+                cure = ""
+                if name == "version" and head[-1] == expected[-1]:
+                    cure = ": another release made it; use that one, or another directory"
+                raise FormatError(f"superblock: {name} is {found!r}, expected {wanted!r}{cure}")
         fingerprint = _decode_fingerprint(block, digest, text_bytes)
         if record >= len(PAGE_RECORDS):
             raise FormatError(f"superblock: record is {record}")
