@@ -206,6 +206,22 @@ def test_the_share_is_kept_when_requests_let_go_of_slots() -> None:
     assert index.order().tolist() == slots[::-1].tolist()
 
 
+def test_many_retentions_end_a_part_at_a_time() -> None:
+    """All at once would hold up the scheduler."""
+    now = [0.0]
+    count = 40_000
+    index = SlotIndex(count, None, clock=lambda: now[0])
+    slots = index.allocate(count)
+    for slot in slots.tolist():
+        index.publish(slot, slot.to_bytes(32, "big"))
+    index.unpin(slots)
+    index.retain(slots, 5.0, 1.0)
+    now[0] = 10.0
+    left = [index.gauges()["retained"] for _ in range(3)]
+    assert count > left[0] > left[1] > left[2] == 0
+    assert index.order().tolist() == slots.tolist()[::-1], "tails first, as ever"
+
+
 def test_retaining_the_same_slots_again_and_again_takes_no_more_memory() -> None:
     clock = Clock()
     index = SlotIndex(64, None, clock=clock)

@@ -1,6 +1,7 @@
 #include "index/slot_table.hpp"
 
 #include <algorithm>
+#include <cstddef>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -23,6 +24,9 @@ const char* name_of(State state) {
 
 // Entries of times that slots do not have any more, beside one for each that they do.
 constexpr size_t kOldTimes = 1024;
+
+// Entries that a call of expire() looks at, a few milliseconds' work: the scheduler waits for it.
+constexpr size_t kMostExpired = 1 << 14;
 
 }  // namespace
 
@@ -247,6 +251,7 @@ void SlotTable::retain(const int64_t* slots, size_t n, uint32_t until, size_t mo
   const std::lock_guard<std::mutex> lock(mutex_);
   check(slots, n);
   std::vector<uint32_t>& then = times_[until];
+  const size_t before = then.size();
   while (n-- > 0) {
     Slot& slot = at(slots[n]);
     if (slot.state != State::kReady) continue;
@@ -260,6 +265,8 @@ void SlotTable::retain(const int64_t* slots, size_t n, uint32_t until, size_t mo
     }
     if (listed) link(slot, kept_list_);
   }
+  // expire() takes the last ones first: tails, which are to be older than their heads.
+  std::reverse(then.begin() + static_cast<std::ptrdiff_t>(before), then.end());
   if (then.empty()) times_.erase(until);
   most_retained_ = most;
   keep_share();
@@ -268,13 +275,14 @@ void SlotTable::retain(const int64_t* slots, size_t n, uint32_t until, size_t mo
 
 void SlotTable::expire(uint32_t now) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  while (!times_.empty() && times_.begin()->first <= now) {
-    const auto [until, slots] = std::move(*times_.begin());
-    times_.erase(times_.begin());
-    listed_times_ -= slots.size();
-    for (const uint32_t number : slots) {
-      if (slots_[number].until == until) make_ordinary(slots_[number]);
+  for (size_t left = kMostExpired; left > 0 && !times_.empty() && times_.begin()->first <= now;) {
+    auto& [until, slots] = *times_.begin();
+    for (; left > 0 && !slots.empty(); --left, --listed_times_) {
+      Slot& slot = slots_[slots.back()];
+      slots.pop_back();
+      if (slot.until == until) make_ordinary(slot);
     }
+    if (slots.empty()) times_.erase(times_.begin());
   }
 }
 

@@ -114,7 +114,8 @@ class SlotTable {
   // already. The least recently used of more than `most` become ordinary, of those that nobody
   // uses.
   void retain(const int64_t* slots, size_t n, uint32_t until, size_t most);
-  // It is `now`: slots whose time has come become ordinary, as if just used.
+  // It is `now`: slots whose time has come become ordinary, as if just used; the next call goes on
+  // where they are many.
   void expire(uint32_t now);
   void pin(const int64_t* slots, size_t n);
   void unpin(const int64_t* slots, size_t n);
