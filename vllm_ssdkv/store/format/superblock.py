@@ -52,6 +52,17 @@ def _given_units(block: bytes, version: int, at: int) -> int:
     return int(_UNITS.unpack_from(block, at)[0])
 
 
+def _check_head(head: Sequence[object], expected: Sequence[object]) -> None:
+    """Check what every version has: magic, version, block_bytes, checksum. Raises FormatError."""
+    names = ("magic", "version", "block_bytes", "checksum")
+    for name, found, wanted in zip(names, head, expected, strict=True):
+        if found != wanted:
+            cure = ""
+            if name == "version" and head[-1] == expected[-1]:
+                cure = ": another release made it; use that one, or another directory"
+            raise FormatError(f"superblock: {name} is {found!r}, expected {wanted!r}{cure}")
+
+
 def _decode_fingerprint(block: bytes, digest: bytes, text_bytes: int) -> Fingerprint:
     """The text behind the fixed fields. Raises FormatError."""
     if _FIXED.size + text_bytes > _BODY:
@@ -173,18 +184,12 @@ class Superblock:
             key_id,
             summary_pages,
         ) = _FIXED.unpack_from(block)
-        names = ("magic", "version", "block_bytes", "checksum")
         head.append(_TAIL.unpack_from(block, _BODY)[0])
         known = PAGE_RECORDS[min(record, len(PAGE_RECORDS) - 1)]
         units = _given_units(block, head[1], _FIXED.size + text_bytes)
         version = format_version(summary_pages, known, units)
         expected = (MAGIC, version, BLOCK_BYTES, checksum_bytes(block[:_BODY]))
-        for name, found, wanted in zip(names, head, expected, strict=True):
-            if found != wanted:
-                cure = ""
-                if name == "version" and head[-1] == expected[-1]:
-                    cure = ": another release made it; use that one, or another directory"
-                raise FormatError(f"superblock: {name} is {found!r}, expected {wanted!r}{cure}")
+        _check_head(head, expected)
         fingerprint = _decode_fingerprint(block, digest, text_bytes)
         if record >= len(PAGE_RECORDS):
             raise FormatError(f"superblock: record is {record}")
