@@ -38,12 +38,12 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.base.errors import BenchError, NodeError
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.base.node_address import Address
 from vllm_ssdkv.base.sizes import MIB, format_size, parse_size
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.node.client.remote_index import RemoteIndex
 from vllm_ssdkv.node.client.remote_store import RemoteStore
 from vllm_ssdkv.node.client.session import Peer
-from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.channel import Channel
 from vllm_ssdkv.node.protocol.credentials import Credentials, make_keys
 from vllm_ssdkv.node.protocol.frames import DEFAULT_LIMITS, VERSIONS

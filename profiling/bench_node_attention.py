@@ -32,10 +32,10 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv.base.checksum import checksum_pages
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.base.node_address import Address
 from vllm_ssdkv.node.client.attention import AttentionWire
 from vllm_ssdkv.node.client.session import Peer
 from vllm_ssdkv.node.client.volume_link import VolumeLink
-from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.messages import Attend, AttendShape, pack
 from vllm_ssdkv.profiling.bench_node import BenchNode, write_figures
 from vllm_ssdkv.profiling.rig.measure import bench_parser, write_json

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 
 from vllm_ssdkv.base.errors import NodeError
+from vllm_ssdkv.base.node_address import Address
 from vllm_ssdkv.cli.node.status import ask_status
-from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.credentials import Credentials
 from vllm_ssdkv.node.protocol.messages import Status
 

@@ -17,12 +17,12 @@ from tests.kit.waiting import until
 from tests.node.waits import new_keys, unknown
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.base.node_address import Address
 from vllm_ssdkv.config.node import NodeConfig
 from vllm_ssdkv.node.client.remote_index import RemoteIndex
 from vllm_ssdkv.node.client.remote_store import RemoteStore
 from vllm_ssdkv.node.client.rendezvous import Rendezvous
 from vllm_ssdkv.node.client.session import Peer, Session
-from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.messages import Role, StoreSpec
 from vllm_ssdkv.node.server.daemon import Node
 from vllm_ssdkv.store.index.computed_blocks import RUN_BLOCKS, ComputedBlocks

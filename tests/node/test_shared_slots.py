@@ -21,6 +21,7 @@ from tests.node.test_volumes import DEADLINE_S, VOLUME, Host
 from tests.store.placement.test_rebalancer import GEOMETRY, Saver
 from vllm_ssdkv.base.errors import NodeError, StoreError, StoreFullError
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.base.node_address import Address
 from vllm_ssdkv.cli.node.node import app
 from vllm_ssdkv.node.client.node_drives import NodeDrives, find_drives
 from vllm_ssdkv.node.client.node_engine import NodeEngine
@@ -29,7 +30,6 @@ from vllm_ssdkv.node.client.node_link import NodeLink
 from vllm_ssdkv.node.client.session import Peer
 from vllm_ssdkv.node.client.shared_slots import SharedSlots
 from vllm_ssdkv.node.client.volume_link import VolumeLink
-from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.messages import (
     Publish,
     StoreSpec,

@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 from tests.kit.waiting import until
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.base.node_address import Address
 from vllm_ssdkv.cli.node.node import app
 from vllm_ssdkv.config.node import NodeConfig
 from vllm_ssdkv.node.client.node_engine import FRAME_BYTES, NodeEngine
 from vllm_ssdkv.node.client.session import Peer
 from vllm_ssdkv.node.client.volume_link import VolumeLink
-from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.server.daemon import Node
 from vllm_ssdkv.store.format.slot_geometry import SUPERBLOCK_BYTES
 from vllm_ssdkv.store.io.engines.protocol import Op

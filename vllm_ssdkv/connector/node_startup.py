@@ -14,6 +14,7 @@ import msgspec
 
 from vllm_ssdkv.base.errors import ConfigError, CredentialsError
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.base.node_address import Address
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.scheduler.scheduler_parts import SchedulerStore
 from vllm_ssdkv.node.client.node_drives import (
@@ -28,7 +29,6 @@ from vllm_ssdkv.node.client.remote_index import RemoteIndex
 from vllm_ssdkv.node.client.remote_store import RemoteStore
 from vllm_ssdkv.node.client.session import Peer, as_name
 from vllm_ssdkv.node.client.shared_slots import SharedSlots
-from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.credentials import Credentials
 from vllm_ssdkv.node.protocol.messages import Role, StoreSpec
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.base.errors import NodeError
+from vllm_ssdkv.base.node_address import Address
 from vllm_ssdkv.node.client.session import Peer
-from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.channel import Channel, Frame
 from vllm_ssdkv.node.protocol.frames import DEFAULT_LIMITS, VERSIONS
 from vllm_ssdkv.node.protocol.messages import (

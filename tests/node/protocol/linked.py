@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vllm_ssdkv.node.protocol.address import Address
+from vllm_ssdkv.base.node_address import Address
 from vllm_ssdkv.node.protocol.channel import Channel
 from vllm_ssdkv.node.protocol.credentials import Credentials
 from vllm_ssdkv.node.protocol.frames import DEFAULT_LIMITS, VERSIONS

@@ -13,8 +13,8 @@ import pytest
 
 from tests.node.networks import NO_NAMESPACES, NO_NETEM, WAIT_S, Host, two_hosts
 from vllm_ssdkv.base.errors import CredentialsError, NodeError, NodeGoneError
+from vllm_ssdkv.base.node_address import Address
 from vllm_ssdkv.base.sizes import MIB
-from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.channel import Channel
 from vllm_ssdkv.node.protocol.credentials import Credentials
 from vllm_ssdkv.node.protocol.frames import DEFAULT_LIMITS, VERSIONS

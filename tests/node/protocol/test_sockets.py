@@ -20,7 +20,7 @@ from vllm_ssdkv.base.errors import (
     NodeRefusedError,
     ProtocolError,
 )
-from vllm_ssdkv.node.protocol.address import Address, SocketAddress
+from vllm_ssdkv.base.node_address import Address, SocketAddress
 from vllm_ssdkv.node.protocol.certificates import certificates
 from vllm_ssdkv.node.protocol.channel import Channel
 from vllm_ssdkv.node.protocol.credentials import Credentials, make_keys

@@ -12,7 +12,7 @@ import msgspec
 
 from tests.kit.node import NodeProcess
 from tests.node.protocol.frame_samples import framed
-from vllm_ssdkv.node.protocol.address import Address
+from vllm_ssdkv.base.node_address import Address
 from vllm_ssdkv.node.protocol.channel import Channel, Frame
 from vllm_ssdkv.node.protocol.credentials import Credentials
 from vllm_ssdkv.node.protocol.frames import DEFAULT_LIMITS, HEADER_BYTES, VERSIONS, Header

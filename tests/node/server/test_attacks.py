@@ -25,7 +25,7 @@ from tests.kit.waiting import until
 from tests.node.protocol.frame_samples import SAMPLES, framed, hostile_session
 from tests.node.server.attacker import SPEC, WAIT_S, Attacker, connected, raw, raw_worker
 from vllm_ssdkv.base.errors import NodeError, NodeRefusedError
-from vllm_ssdkv.node.protocol.address import Address
+from vllm_ssdkv.base.node_address import Address
 from vllm_ssdkv.node.protocol.frames import Control, Flag, Header
 from vllm_ssdkv.node.protocol.messages import (
     MAX_ENTRIES,
@@ -616,7 +616,7 @@ STOPPED = """
 import os, signal, sys
 from tests.node.protocol.frame_samples import framed
 from tests.node.server.attacker import Attacker, raw_worker
-from vllm_ssdkv.node.protocol.address import Address
+from vllm_ssdkv.base.node_address import Address
 from vllm_ssdkv.node.protocol.messages import Claim, Save
 
 address, key = Address.parse(sys.argv[1]), bytes(31) + b"s"

@@ -13,9 +13,9 @@ from tests.kit.waiting import until
 from tests.node.networks import NO_NAMESPACES, Host, two_hosts
 from tests.node.server.attacker import SPEC, Attacker
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.base.node_address import Address
 from vllm_ssdkv.node.client.remote_index import RemoteIndex
 from vllm_ssdkv.node.client.session import Peer
-from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.credentials import Credentials
 from vllm_ssdkv.node.protocol.messages import Claim, Claimed, Save, Taken, unpack
 

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
+from vllm_ssdkv.base.node_address import Address
 from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.node.client.session import Peer, Session
-from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.credentials import Credentials
 
 NodeAddress = Annotated[

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_ssdkv.base.errors import SSDKVError
+from vllm_ssdkv.base.node_address import Address
 from vllm_ssdkv.base.sizes import approximate_size
 from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.cli.node.status_session import (
@@ -19,7 +20,6 @@ from vllm_ssdkv.cli.node.status_session import (
     read_keys,
     status_session,
 )
-from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.messages import (
     AskVolumes,
     Done,

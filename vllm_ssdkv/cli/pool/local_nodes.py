@@ -19,11 +19,11 @@ from typing import Final
 import yaml
 
 from vllm_ssdkv.base.errors import NodeError, PoolError, SharedFileError
+from vllm_ssdkv.base.node_address import Address
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.cli.node.status import ask_status
 from vllm_ssdkv.cli.pool.node_state import NodeState, State
 from vllm_ssdkv.config.pool import LOCAL, PoolConfig, PooledNode
-from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.shared_files import SharedFiles
 
 OWN_PROGRAM: Final = (sys.executable, "-P", "-m", "vllm_ssdkv.cli.main")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from vllm_ssdkv.base.errors import NodeError, NodeGoneError, NodeRefusedError, ProtocolError
-from vllm_ssdkv.node.protocol.address import Address
+from vllm_ssdkv.base.node_address import Address
 from vllm_ssdkv.node.protocol.channel import Channel
 from vllm_ssdkv.node.protocol.credentials import Credentials
 from vllm_ssdkv.node.protocol.frames import DEFAULT_LIMITS, VERSIONS, negotiate

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ssdkv.base.errors import CredentialsError, NodeError, NodeGoneError
-from vllm_ssdkv.node.protocol.address import Address, SocketAddress
+from vllm_ssdkv.base.node_address import Address, SocketAddress
 from vllm_ssdkv.node.protocol.channel import Channel
 from vllm_ssdkv.node.protocol.credentials import Credentials
 from vllm_ssdkv.node.protocol.streams import PlainStream, TlsStream

@@ -16,8 +16,8 @@ from wsgiref.simple_server import WSGIServer
 
 from vllm_ssdkv import __version__
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.base.node_address import Address
 from vllm_ssdkv.config.node import NodeConfig
-from vllm_ssdkv.node.protocol.address import Address
 from vllm_ssdkv.node.protocol.credentials import Credentials
 from vllm_ssdkv.node.protocol.frames import VERSIONS
 from vllm_ssdkv.node.protocol.messages import SessionStatus, Status, StoreSpec, StoreStatus

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from vllm_ssdkv.base.metrics import Counters
-from vllm_ssdkv.node.protocol.address import Address
+from vllm_ssdkv.base.node_address import Address
 from vllm_ssdkv.node.protocol.channel import Channel
 
 MOST = 64

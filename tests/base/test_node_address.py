@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ssdkv.base.errors import ConfigError, NodeGoneError
-from vllm_ssdkv.node.protocol.address import Address, SocketAddress
+from vllm_ssdkv.base.node_address import Address, SocketAddress
 
 
 @pytest.mark.parametrize(
