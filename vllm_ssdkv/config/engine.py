@@ -609,6 +609,13 @@ class SSDKVConfig(OptionModel):
             if self.node_keys is not None:
                 yield "node_keys: has no meaning without nodes: name a node there, or leave it out"
             return
+        from vllm_ssdkv.base.node_address import Address  # a start without nodes needs none
+
+        for node in self.nodes:
+            try:
+                Address.parse(node)
+            except ConfigError as error:
+                yield f"nodes: {error}"
         for node in sorted({node for node in self.nodes if self.nodes.count(node) > 1}):
             yield f"nodes: {node} is given twice; name each node once"
         if self.mode == "page":
