@@ -387,7 +387,12 @@ def test_a_slot_of_joined_layers_is_as_large_as_they_are(sizes: list[int]) -> No
 
 @pytest.mark.parametrize(
     ("options", "replicas", "shared"),
-    [({}, 4, True), ({}, 2, False), ({}, 1, False), ({"nodes": ["/run/node.sock"]}, 4, False)],
+    [
+        ({}, 4, True),
+        ({}, 2, False),
+        ({}, 1, False),
+        ({"nodes": ["unix:///run/node.sock"]}, 4, False),
+    ],
 )
 def test_ranks_with_identical_kv_store_it_once(
     options: dict[str, object], replicas: int, shared: bool, monkeypatch: pytest.MonkeyPatch
