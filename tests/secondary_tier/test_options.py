@@ -20,7 +20,10 @@ from vllm_ssdkv.secondary_tier.tier import SSDKVTier
         ({"nodes": ["unix:///s"], "devices": ["/a"]}, "devices: is an option of the node where"),
         ({"nodes": ["unix:///s"], "replicas": 2}, "replicas: 2 nodes are to keep a block, one is"),
         ({"nodes": ["unix:///s"], "enable_kv_events": True}, "enable_kv_events: with nodes this"),
-        ({"nodes": ["/s"]}, "nodes: '/s' is no address of a node (its scheme is ''); write unix:///"),
+        (
+            {"nodes": ["/s"]},
+            "nodes: '/s' is no address of a node (its scheme is ''); write unix:///",
+        ),
         ({"node_keys": "/k"}, "node_keys: has no meaning without nodes: name a node there"),
         ({"on_reset": "keep"}, 'on_reset: got "keep"; allowed: "new_identity" or "same_weights"'),
         ({"weights_id": ""}, 'weights_id: got ""; allowed: a text of 1 to 256 characters'),
