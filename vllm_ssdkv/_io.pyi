@@ -588,6 +588,9 @@ class Mailbox:
         blocks: int,
         layer_pages: int,
     ) -> None: ...
+    @property
+    def most(self) -> int:
+        """Pages of a request, at most."""
 
 class StoredPages:
     """Places of pages, and digests that these are right by.

@@ -411,12 +411,13 @@ class PagedDecoder:
         device, timing = self._paged.device, self.timer or self._parts
         if device is None or timing or len(ids) != self.room.requests:
             return self.passes(ids, where, attention)
-        # A capture does a step twice, and pages are asked for once.
-        asks = device.answered and self.passes.captured
-        if not device.serves or (device.armed and not asks):
+        if not device.serves or (device.armed and not device.answered):
             return self.passes(ids, where, attention)
         ends = [request.tokens + 1 for request, _ in self._now]
         batch = self._batch
+        # A capture does steps of its own: of padding, which asks for no page.
+        batch.slots.fill_(-1)
+        self.passes.capture(len(ids), self._attend_by_tables)
         batch.slots.copy_(self._mapping)
         batch.seq_lens.copy_(torch.tensor(ends))
         table = torch.zeros(batch.block_table.shape, dtype=torch.int32)

@@ -215,10 +215,11 @@ class Forward:
         """Check whether passes can be captured, as far as is known."""
         return self._graphs is not None
 
-    @property
-    def captured(self) -> bool:
-        """Check whether a pass was captured with its attention."""
-        return any(whole for _, whole in self._captured)
+    def capture(self, requests: int, whole: Attention) -> None:
+        """Capture a pass with its attention, unless that has been done, or fails. The pass is done,
+        too."""
+        if self._graphs is not None:
+            self._capture(requests, self._graphs, whole)
 
     def __call__(
         self,

@@ -48,6 +48,13 @@ class Passed:
         pass
 
 
+def forget_frames(one: PagedDecoder) -> None:
+    """Have the first blocks of a request on the drive alone."""
+    assert one.drain(30)
+    store: Any = one.worker.store
+    store.frames.forget(store.whole_contexts(["a"])[0][:2])
+
+
 def decoded(
     model: Any,  # noqa: ANN401 - transformers' model
     selector: SelectorName,
@@ -56,8 +63,8 @@ def decoded(
     steps: int = STEPS,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Logits of steps behind two prompts, with tokens that do not depend on them, and what rows
-    chose in them. The last step is timed, and thus never one graph. Where rows choose, the one
-    before lacks frames of a row's first blocks."""
+    chose in them. The last step is timed, and thus never one graph. Where rows choose, one lacks
+    frames of its first blocks."""
     draw = torch.Generator().manual_seed(1)
     found = []
     chooses = selector != "exact"
@@ -65,11 +72,9 @@ def decoded(
     with PagedDecoder(model, config, ROOM, store, durable=chooses) as one:
         for name, count in zip("ab", PROMPTS, strict=True):
             one.prefill(name, torch.randint(0, 256, (count,), generator=draw).tolist())
-        for step in range(steps):
-            if chooses and step == steps - 1:
-                assert one.drain(30)
-                contexts: Any = one.worker.store
-                contexts.frames.forget(contexts.whole_contexts(["a"])[0][:2])
+        if chooses:
+            forget_frames(one)
+        for _ in range(steps):
             ids = torch.randint(0, 256, (2,), generator=draw)
             found.append(one.step(["a", "b"], ids).clone())
             assert one.passes.launches == launches
@@ -160,3 +165,23 @@ def test_steps_are_served_whose_rows_tables_describe(
             one.prefill(name, [1] * tokens)
             one.step([name], torch.tensor([1]))
             assert paged.device.serves == (name == "short")
+
+
+def test_the_host_attends_where_a_layer_cannot_get_all_that_it_may_lack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = make_model(small_config("llama", layers=2, head_size=16), CPU, torch.float32)
+    monkeypatch.setattr(forward, "graphs_of", lambda _: Recorded)
+    monkeypatch.setattr(decoder, "events_of", lambda _: Passed)
+    room = replace(ROOM, requests=1)
+    with PagedDecoder(model, config_of("window", budget=0.85), room, tmp_path) as one:
+        device = one.worker.page_mode.device
+        assert device is not None
+        assert device._answers is not None
+        one.prefill("a", [1] * PROMPTS[0])
+        forget_frames(one)
+        device._answers._most = 1
+        one.step(["a"], torch.tensor([1]))
+        assert device.armed
+        assert not device.answered
+        assert one.passes.launches == "CUDA graphs"

@@ -91,7 +91,7 @@ class DeviceDecode:
         leases: Memory that steps use until the device has done them.
         serves: Whether the step under way is one that the tables describe.
         armed: Whether rows of it may lack pages on the device, as a block has no frame.
-        answered: Whether somebody brings these pages; else the rows are lost.
+        answered: Whether somebody brings these pages, and has room for all; else rows are lost.
 
     Example::
 
@@ -195,10 +195,17 @@ class DeviceDecode:
             service = 0, 0
             if self.armed and self._answers is not None:
                 base = self._answers.begin(step.slots_of_rows())
-                service, self.answered = (base, int(1e9 * self._answers.patience_s)), base != 0
+                service = base, int(1e9 * self._answers.patience_s)
+                self.answered = base != 0 and self._most_missing(rows) <= self._answers.room
             changes = self.tables.update(rows, service)
             if len(changes):
                 self._rows_of.change(self.tables.memory, changes)
+
+    def _most_missing(self, rows: Mapping[int, TableRow]) -> int:
+        """Pages that a layer can lack, at most."""
+        every, heads = self._geometry.pages_per_layer, self._geometry.heads
+        missing = [(int(np.count_nonzero(row.frames == 0)), row.most) for row in rows.values()]
+        return sum(min(blocks * every, heads * most) for blocks, most in missing)
 
     def withdraw(self) -> None:
         """End the answers to a step that the host attends to, or that has failed."""

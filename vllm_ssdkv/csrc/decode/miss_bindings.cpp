@@ -146,7 +146,8 @@ row times ``blocks``, plus the block, times ``layer_pages``, plus the page's num
                                blocks,
                                layer_pages};
           },
-          "requests"_a, "replies"_a, "most"_a, "layers"_a, "blocks"_a, "layer_pages"_a);
+          "requests"_a, "replies"_a, "most"_a, "layers"_a, "blocks"_a, "layer_pages"_a)
+      .def_ro("most", &Mailbox::most, "Pages of a request, at most.");
 
   nb::class_<BoundPages>(m, "StoredPages", R"(Places of pages, and digests that these are right by.
 

@@ -59,6 +59,7 @@ class MissAnswers:
         mail: _io.Mailbox,
     ):
         """Start the threads. ``mail``: memory by which the device asks, which outlives this."""
+        self._most = mail.most
         self._files, self._cache, self._fetcher = files, cache, fetcher
         geometry = files.geometry
         engine = files.engine if isinstance(files.engine, NativeEngine) else None
@@ -92,6 +93,11 @@ class MissAnswers:
     def answered(self) -> int:
         """Requests answered since the start."""
         return self._service.answered
+
+    @property
+    def room(self) -> int:
+        """Distinct pages that a layer can get."""
+        return min(self._most, self._cache.usable())
 
     def begin(self, slots: Sequence[NDArray[np.int64]]) -> int:
         """Begin a step whose rows have these slots. Waits for what is being read ahead.
