@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tests.store.chosen_pages import BOTH, context, right
 from tests.store.conftest import SHORT_S, SUMMED, MakeStore, StoreRig, array
 from vllm_ssdkv import _io
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.io.engines.protocol import Op
 from vllm_ssdkv.store.read.miss_answers import MissAnswers
 
 BLOCKS, MOST = 8, 24
@@ -151,6 +153,55 @@ def test_a_hung_drive_loses_pages_and_keeps_their_places(make_store: MakeStore) 
         device.begin()  # by now the drives are out of use
         assert not any(device.ask(0, wanted))
         device.end()
+        rig.faults()
+
+
+def test_a_slow_drive_is_waited_for(make_store: MakeStore) -> None:
+    rig = make_store(SUMMED)
+    with device_of(rig) as device:
+        rig.faults({"kind": "latency", "op": "read", "seconds": 0.05})
+        device.begin()
+        assert all(device.ask(0, every(device, 2)))
+        assert device.end().lost == 0
+
+
+def test_a_drive_that_fails_loses_pages_and_its_slots_are_tried_again(
+    make_store: MakeStore,
+) -> None:
+    rig = make_store(SUMMED)
+    with device_of(rig) as device:
+        rig.faults({"kind": "eio", "op": "read"})
+        device.begin()
+        assert not any(device.ask(0, every(device, 2)))
+        device.end()
+        assert rig.store._fetcher.take_unread() == device.slots[:2]
+        rig.faults()
+        device.begin()
+        assert all(device.ask(0, every(device, 2)))
+        device.end()
+
+
+def test_a_drive_on_which_native_code_has_waited_in_vain_is_out_of_use(
+    make_store: MakeStore,
+) -> None:
+    rig = make_store(SUMMED)
+    with device_of(rig) as device:
+        rig.faults({"kind": "stall", "op": "read", "device": 1})
+        arrays = (np.array([one], dtype) for one, dtype in ((1, "u2"), (0, "u8"), (4096, "u4")))
+        of, offset, length = arrays
+        batch = rig.files.engine.submit(Op.READ, of, offset, length, offset)
+        served = SimpleNamespace(bytes=[4096, 0], overdue=[(batch, of, length)])
+        device.begin()
+        with pytest.MonkeyPatch.context() as patch:
+            stub = SimpleNamespace(disarm=lambda: served)
+            patch.setattr(device.answers, "_service", stub)
+            device.answers.end()
+        device.answers._service.disarm()
+        assert rig.files.health.out_of_use(np.arange(3, dtype=np.uint16)).tolist() == [
+            False,
+            True,
+            False,
+        ]
         rig.faults()
 
 
