@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from vllm_ssdkv import _kernels
+from vllm_ssdkv.connector.worker.block_copy import LeavingBlocks
 from vllm_ssdkv.connector.worker.paged_port import PagedPort
 from vllm_ssdkv.connector.worker.token_ordering import TokenOrdering
 from vllm_ssdkv.kernels.dense import select_kernels
@@ -33,7 +34,12 @@ from vllm_ssdkv.profiling.rig.measure import by_turns, timed, write_json
 from vllm_ssdkv.store.cache.frames import FrameCache
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.arena import Arena
-from vllm_ssdkv.store.memory.summary_rows import with_summaries
+from vllm_ssdkv.store.memory.summary_rows import (
+    SummaryRows,
+    channels_offset,
+    row_bytes,
+    with_summaries,
+)
 
 ROTATION = 4
 """Number of times that the blocks of a call, and the frames, exist: calls in a row find neither in
@@ -81,12 +87,20 @@ def calls(
         shape.block_tokens, shape.page_tokens, shape.heads, shape.head_size, torch.bfloat16
     )
     count = shape.blocks * ROTATION
-    behind = count * geometry.frame_bytes
+    rows_at = count * geometry.frame_bytes
+    with_keys = geometry.channel_pages > 0
+    size = row_bytes(geometry, shape.page_tokens, channels=with_keys)
+    behind = rows_at + shape.blocks * size
     arena = Arena(behind + shape.blocks * geometry.tail_bytes)
     arena.view(0, arena.nbytes).fill(0)
     frames = FrameCache(arena, 0, geometry.frame_bytes, count, count)
     steps = np.arange(shape.blocks, dtype=np.uint64) * np.uint64(geometry.tail_bytes)
     tails = np.uint64(arena.address + behind) + steps
+    rows = None
+    if geometry.tail_pages:
+        places = np.arange(shape.blocks, dtype=np.uint64) * np.uint64(size)
+        channels = channels_offset(geometry, shape.page_tokens) if with_keys else -1
+        rows = SummaryRows(np.uint64(arena.address + rows_at) + places, channels)
     ordering = None
     if ordered:
         layers = shape.layers
@@ -98,7 +112,7 @@ def calls(
 
     def pack() -> None:
         ids = next(turns)
-        port.save(ids, ids.astype(np.int32), tails, ids)
+        port.save(LeavingBlocks(ids, ids.astype(np.int32), rows, ids))
 
     def make_tails() -> None:
         summaries.make_tails(frames.address(next(turns).astype(np.int32)), tails)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv.kernels.dense import TritonKernels, wait_for
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource
 from vllm_ssdkv.kernels.operands.token_order import TokenOrder
+from vllm_ssdkv.kernels.packing import Packing
 from vllm_ssdkv.kernels.paged import CpuPageKernels, PageKernels, TritonPageKernels
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels, TritonScoringKernels
 from vllm_ssdkv.kernels.tensor_digest import TensorProbe, digest_tensors
@@ -34,7 +35,13 @@ from vllm_ssdkv.profiling.triton_checks import TOLERANCE, CheckError, Model, exp
 from vllm_ssdkv.sparse.protocol import ContextSummaries
 from vllm_ssdkv.sparse.scores import Scores, ScoringKernels
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
-from vllm_ssdkv.store.memory.summary_rows import with_summaries
+from vllm_ssdkv.store.memory.summary_rows import (
+    SummaryRows,
+    channels_offset,
+    row_bytes,
+    summary_bytes,
+    with_summaries,
+)
 
 ROWS: Final = (RowSize(3, 5), RowSize(0, 1), RowSize(1, 70), RowSize(7, 16))
 """One has no context, and windows take less and more than a block."""
@@ -211,10 +218,8 @@ def _check_choice(
 
 
 def check_packing(device: torch.device, model: Model) -> None:
-    """``pack_summarized`` of bounds, spread and channels gives the native kernels' bytes.
-
-    Into pinned memory: a slot's tail is made by the host.
-    """
+    """``pack_summarized`` of bounds, spread and channels gives the native kernels' bytes, in pinned
+    memory as in an arena."""
     layout, layers, blocks = model.layout(), 3, 4
     plain = SlotGeometry("paged", layers, layout.kv_heads, layout.groups, layout.page_payload_bytes)
     random = torch.Generator().manual_seed(21)
@@ -234,26 +239,39 @@ def check_packing(device: torch.device, model: Model) -> None:
             (TritonPageKernels(device), kv.to(device)),
         )
         for kernels, caches in providers:
-            memory = [
-                torch.full((blocks, nbytes), _FILL, dtype=torch.uint8)
-                for nbytes in (geometry.frame_bytes, geometry.tail_bytes)
-            ]
-            if caches.is_cuda:
-                memory = [part.pin_memory() for part in memory]
-            frames, tails = (addresses(part) for part in memory)
-            kernels.pack_summarized(list(caches), ids, frames, tails, layout, geometry)
+            memory, packing = _packing(list(caches), ids, layout, geometry)
+            kernels.pack_summarized(packing, range(layers))
             wait_for(kernels.device)
-            results.append([part.cpu() for part in memory])
-        for name, want, got in zip(("frames", "tails"), *results, strict=True):
-            if kind == "spread" and name == "tails":
-                mine, theirs = (
-                    part.view(-1, geometry.page_bytes)[:, : geometry.payload_bytes].contiguous()
-                    for part in (got, want)
-                )
+            results.append(memory)
+        for name, want, got in zip(("frames", "rows"), *results, strict=True):
+            if kind == "spread" and name == "rows":
+                size = summary_bytes(geometry, layout.page_tokens)
+                mine, theirs = (part[:, :size].contiguous() for part in (got, want))
                 _check_spread("pack_summarized, spread", mine, theirs, layout.dtype)
                 continue
             if not torch.equal(got, want):
                 raise CheckError(f"pack_summarized, {kind}: other {name} than the native kernel's")
+
+
+def _packing(
+    caches: Sequence[torch.Tensor],
+    ids: NDArray[np.int64],
+    layout: BlockLayout,
+    geometry: SlotGeometry,
+) -> tuple[list[torch.Tensor], Packing]:
+    """Blocks on their way to frames and rows that are full of one byte, and this memory."""
+    channels = geometry.channel_pages > 0
+    row = row_bytes(geometry, layout.page_tokens, channels=channels)
+    memory = [
+        torch.full((len(ids), nbytes), _FILL, dtype=torch.uint8)
+        for nbytes in (geometry.frame_bytes, row)
+    ]
+    if caches[0].is_cuda:
+        memory = [part.pin_memory() for part in memory]
+    begin = channels_offset(geometry, layout.page_tokens) if channels else -1
+    frames, rows = (addresses(part) for part in memory)
+    packing = Packing(caches, ids, frames, SummaryRows(rows, begin), layout, geometry)
+    return memory, packing
 
 
 def check_ordered_packing(device: torch.device, model: Model) -> None:
@@ -275,16 +293,10 @@ def check_ordered_packing(device: torch.device, model: Model) -> None:
     scatter = []
     providers: tuple[PageKernels, ...] = (CpuPageKernels(), TritonPageKernels(device))
     for kernels in providers:
-        frames, tails = (
-            torch.full((blocks, nbytes), _FILL, dtype=torch.uint8)
-            for nbytes in (geometry.frame_bytes, geometry.tail_bytes)
-        )
-        if kernels.device.type == "cuda":
-            frames, tails = frames.pin_memory(), tails.pin_memory()
         order = TokenOrder(ordered, kept, {(0, 1): rows.to(kernels.device)})
         caches = [one.flatten(1).contiguous() for one in kv.to(kernels.device)]
-        places = addresses(frames), addresses(tails)
-        kernels.pack_summarized(caches, np.arange(blocks), *places, layout, geometry, order)
+        (frames, rows_made), packing = _packing(caches, np.arange(blocks), layout, geometry)
+        kernels.pack_summarized(packing, range(layers), order)
         wait_for(kernels.device)
         found = _pages_of(frames, layout, geometry)
         source = kv.transpose(3, 4).reshape(*found.shape)
@@ -292,10 +304,12 @@ def check_ordered_packing(device: torch.device, model: Model) -> None:
             raise CheckError("a layer or a block that keeps its order was ordered")
         if not torch.equal(found.sort(dim=4).values, source.sort(dim=4).values):
             raise CheckError("an ordered block has other tokens than before")
-        again = torch.full_like(tails, _FILL)
-        slots = layout.with_page_stride(geometry.page_bytes)
-        CpuPageKernels().make_tails(addresses(frames), addresses(again), slots, geometry)
-        if not torch.equal(again, tails):
+        pages = frames[:, geometry.header_bytes :].reshape(blocks, -1, geometry.page_bytes)
+        packed = pages[:, : geometry.kv_pages, : geometry.payload_bytes].reshape(blocks, layers, -1)
+        there = [packed[:, layer].contiguous().view(layout.dtype) for layer in range(layers)]
+        (_, again), packing = _packing(there, np.arange(blocks), layout, geometry)
+        CpuPageKernels().pack_summarized(packing, range(layers))
+        if not torch.equal(again, rows_made):
             raise CheckError("the summaries are not those of the pages")
         scatter.append(_scatter(found[0, 0, :, 0], layout.page_tokens))
     if scatter[1] > 1.05 * scatter[0]:

@@ -6,6 +6,7 @@ rows vary most, by power iteration, down to pages. One program orders one head o
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -154,9 +155,10 @@ def _gather_kernel(
             tl.store(target + to[:, None] + behind, x, mask=there)
 
 
-def _splits(groups: int) -> tuple[list[int], list[int]]:
+@functools.cache
+def _splits(groups: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Splits of a block's pages, (first page, pages) one after the other, for each number of pages
-    that keep their tokens; and where each number's begin."""
+    that keep their tokens; and where each number's begin. Both int32 on the device."""
     table: list[int] = []
     begin = [0]
     for kept in range(groups + 1):
@@ -168,7 +170,9 @@ def _splits(groups: int) -> tuple[list[int], list[int]]:
                 table += [first, pages]
                 pending += [(first + left, pages - left), (first, left)]
         begin.append(len(table) // 2)
-    return table, begin
+    made = (torch.tensor(part or [0], dtype=torch.int32) for part in (table, begin))
+    splits, begins = (part.to(device) for part in made)
+    return splits, begins
 
 
 def order_blocks(
@@ -190,8 +194,7 @@ def order_blocks(
     if not len(rows):
         return place
     projection = torch.empty(shape, dtype=torch.float32, device=rows.device)
-    table, begin = _splits(layout.groups)
-    splits = torch.tensor(table or [0], dtype=torch.int32, device=rows.device)
+    splits, begin = _splits(layout.groups, rows.device)
     with on_device_of(rows):
         _order_kernel[(len(rows), layout.kv_heads)](
             rows,
@@ -199,7 +202,7 @@ def order_blocks(
             place,
             projection,
             splits,
-            torch.tensor(begin, dtype=torch.int32, device=rows.device),
+            begin,
             TOKENS=layout.block_tokens,
             PAGE_TOKENS=layout.page_tokens,
             PAGE_STRIDE=layout.page_stride if width is None else layout.page_tokens * width,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
+import math
+
 import torch
 import triton.language as tl
-from numpy.typing import NDArray
 
 from vllm_ssdkv.triton_kernels.launch import jit, on_device_of, require
 
@@ -38,29 +38,35 @@ def _copy_kernel(
 
 
 def copy_pages(
-    source: NDArray[np.uint64],
-    target: NDArray[np.uint64],
+    source: torch.Tensor,
+    target: torch.Tensor,
     *,
+    aligned: int,
     pages: int,
     payload_bytes: int,
     source_stride_bytes: int,
     target_stride_bytes: int,
     zero_padding: bool,
-    device: torch.device,
 ) -> None:
     """Copy ``pages`` pages of each of n runs from ``source[i]`` to ``target[i]``, in one launch.
 
-    ``source`` and ``target`` uint64 ``[n]`` are absolute addresses in ``device``'s memory, or in
-    pinned host memory that it can reach; a run is one layer's part of one block. Page p of a run
-    lies ``p * stride`` bytes behind its start; ``payload_bytes`` of it are copied and, with
-    ``zero_padding``, the rest of the target's stride is zeroed, so that no stale memory reaches a
-    disk. Addresses and sizes must be even; the wider they are aligned (up to 16 bytes), the wider
-    the accesses. Runs must not overlap, and the caller keeps the memory alive until the current
-    stream has passed. Raises ``ValueError`` on bad sizes.
+    ``source`` and ``target`` int64 ``[n]``, on one device, are absolute addresses in its memory, or
+    in pinned host memory that it can reach, multiples of ``aligned``; a run is one layer's part of
+    one block. Page p of a run lies ``p * stride`` bytes behind its start; ``payload_bytes`` of it
+    are copied and, with ``zero_padding``, the rest of the target's stride is zeroed, so that no
+    stale memory reaches a disk. Addresses and sizes must be even; the wider they are aligned (up to
+    16 bytes), the wider the accesses. Runs must not overlap, and the caller keeps the memory alive
+    until the current stream has passed. Raises ``ValueError`` on bad sizes.
     """
     require(
-        source.ndim == 1 and source.shape == target.shape,
-        f"source {source.shape} and target {target.shape} addresses must be [n]",
+        source.dtype == target.dtype == torch.int64
+        and source.ndim == 1
+        and source.shape == target.shape
+        and source.device == target.device
+        and source.is_contiguous()
+        and target.is_contiguous(),
+        f"source {source.shape} and target {target.shape} addresses must be int64 [n] on one "
+        "device",
     )
     require(
         0 < payload_bytes <= min(source_stride_bytes, target_stride_bytes),
@@ -68,20 +74,16 @@ def copy_pages(
         f"{target_stride_bytes}",
     )
     require(0 < pages < 65536, f"pages per block must be 1 to 65535, got {pages}")
-    if not source.size:
+    if not len(source):
         return
-    sizes = (payload_bytes, source_stride_bytes, target_stride_bytes)
-    everything = np.bitwise_or.reduce(source) | np.bitwise_or.reduce(target)
-    joined = int(everything) | np.bitwise_or.reduce(sizes)
-    align = min(16, int(joined & -joined))
+    align = math.gcd(16, aligned, payload_bytes, source_stride_bytes, target_stride_bytes)
     word = min(8, align)
     require(word >= 2, "addresses and sizes of a page copy must be even")
     filled = target_stride_bytes if zero_padding else payload_bytes
-    tables = torch.from_numpy(np.stack([source, target]).view(np.int64)).to(device)
-    with on_device_of(tables):
-        _copy_kernel[(source.size, pages)](
-            tables[0],
-            tables[1],
+    with on_device_of(source):
+        _copy_kernel[(len(source), pages)](
+            source,
+            target,
             source_stride_bytes // word,
             target_stride_bytes // word,
             payload_bytes // word,

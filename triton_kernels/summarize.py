@@ -10,6 +10,9 @@ import triton.language as tl
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.triton_kernels.launch import TL_DTYPES, jit, on_device_of, padded, require
 
+_CHANNEL_TOKENS = 64
+"""Tokens of a channel that are written at a time."""
+
 
 @jit
 def _summarize_kernel(
@@ -22,9 +25,12 @@ def _summarize_kernel(
     PAGE_TOKENS: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
+    SUM_STRIDE: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BOUNDS: tl.constexpr,
     SPREAD: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -43,9 +49,8 @@ def _summarize_kernel(
     total = tl.zeros([BLOCK_D], tl.float32)
     for group in range(GROUPS):
         page = source + group * PAGE_STRIDE
-        if BOUNDS or CHANNELS:
-            key = tl.load(page + token[:, None] * HEAD_SIZE + channel[None, :], mask=there, other=0)
         if BOUNDS:
+            key = tl.load(page + token[:, None] * HEAD_SIZE + channel[None, :], mask=there, other=0)
             x = key.to(tl.float32)
             # A NaN is kept, so that broken data shows.
             broken = tl.max(((x != x) & there).to(tl.int32), 0) > 0  # noqa: PLR0124
@@ -75,19 +80,26 @@ def _summarize_kernel(
             to += (head * GROUPS + group) * (2 * HEAD_SIZE) + channel
             tl.store(to, (mean + broken).to(KV), mask=in_head)
             tl.store(to + HEAD_SIZE, (square + broken).to(KV), mask=in_head)
-        if CHANNELS:
-            at = channel[None, :] * (GROUPS * PAGE_TOKENS) + token[:, None]
-            at += head * (HEAD_SIZE * GROUPS * PAGE_TOKENS) + group * PAGE_TOKENS
-            base = tl.load(channels_ptr + block).to(tl.pointer_type(KV))
-            tl.store(base + at, key, mask=there)
         if VALUE_SUM:
             # One after the other: the sum has the bits of any other way of adding token by token.
             for t in range(PAGE_TOKENS):
                 value = page + (PAGE_TOKENS + t) * HEAD_SIZE + channel
                 total += tl.load(value, mask=in_head, other=0).to(tl.float32)
+    if CHANNELS:
+        # Several pages at a time: a channel is written in long stretches, which may cross a link.
+        TOKENS: tl.constexpr = GROUPS * PAGE_TOKENS
+        base = tl.load(channels_ptr + block).to(tl.pointer_type(KV)) + head * (HEAD_SIZE * TOKENS)
+        for start in range(0, TOKENS, BLOCK_C):
+            place = start + tl.arange(0, BLOCK_C)
+            at = place // PAGE_TOKENS * PAGE_STRIDE + place % PAGE_TOKENS * HEAD_SIZE
+            mask = (place < TOKENS)[:, None] & in_head[None, :]
+            key = tl.load(source + at[:, None] + channel[None, :], mask=mask, other=0)
+            tl.store(base + channel[None, :] * TOKENS + place[:, None], key, mask=mask)
     if VALUE_SUM:
-        to = tl.load(value_sum_ptr + block).to(tl.pointer_type(tl.float32))
-        tl.store(to + head * HEAD_SIZE + channel, total, mask=in_head)
+        to = tl.load(value_sum_ptr + block).to(tl.pointer_type(tl.float32)) + head * SUM_STRIDE
+        tl.store(to + channel, total, mask=in_head)
+        behind = HEAD_SIZE + tl.arange(0, BLOCK_S)
+        tl.store(to + behind, tl.zeros([BLOCK_S], tl.float32), mask=behind < SUM_STRIDE)
 
 
 def summarize(
@@ -98,12 +110,14 @@ def summarize(
     spread: torch.Tensor | None = None,
     channels: torch.Tensor | None = None,
     value_sum: torch.Tensor | None = None,
+    sum_stride: int | None = None,
 ) -> None:
     """Summaries of n complete blocks of one layer: ``PageKernels.summarize``.
 
     All are absolute addresses, int64 ``[n]`` on one device, of memory that it reaches. Blocks start
-    at multiples of 16 bytes, or of what divides a page's stride and a key if that is less. Queued
-    on the current stream; raises ``ValueError`` on wrong shapes, dtypes or devices.
+    at multiples of 16 bytes, or of what divides a page's stride and a key if that is less. Sums of
+    V of KV heads lie ``sum_stride`` floats apart, with zeros between them; None: back to back.
+    Queued on the current stream; raises ``ValueError`` on wrong shapes, dtypes or devices.
     """
     for name, address in (
         ("source", source),
@@ -135,9 +149,12 @@ def summarize(
             PAGE_TOKENS=layout.page_tokens,
             PAGE_STRIDE=layout.page_stride,
             HEAD_SIZE=layout.head_size,
+            SUM_STRIDE=sum_stride or layout.head_size,
             ALIGN=math.gcd(16, layout.page_stride_bytes, layout.head_size * layout.dtype.itemsize),
             BLOCK_T=padded(layout.page_tokens),
+            BLOCK_C=padded(min(_CHANNEL_TOKENS, layout.block_tokens)),
             BLOCK_D=padded(layout.head_size),
+            BLOCK_S=padded(max(1, (sum_stride or 0) - layout.head_size)),
             BOUNDS=bounds is not None,
             SPREAD=spread is not None,
             LARGEST=torch.finfo(layout.dtype).max,

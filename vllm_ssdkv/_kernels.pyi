@@ -286,20 +286,33 @@ class Order:
         feature_width: int,
     ) -> None: ...
 
+def make_tails(
+    source: NDArray[numpy.uint64], tail: NDArray[numpy.uint64], tails: SlotTails, threads: int
+) -> None:
+    """
+    Make the tails of n slots.
+
+    ``source [L * n]``: addresses of each layer's part of each block; ``tail [n]``: those of the tails'
+    first pages.
+    """
+
 def pack_summarized(
     source: NDArray[numpy.uint64],
-    pages: NDArray[numpy.uint64] | None,
-    tail: NDArray[numpy.uint64],
+    pages: NDArray[numpy.uint64],
+    rows: NDArray[numpy.uint64],
     tails: SlotTails,
+    first_layer: int,
+    channels: int,
     threads: int,
     order: Order | None = None,
 ) -> None:
     """
-    Copy n blocks of L layers to slots, and make what selectors must know of them.
+    Copy layers of n blocks to slots, and make what selectors must know of them.
 
-    ``source [L * n]``: addresses of each layer's part of each block. ``pages [n]``: addresses of the
-    slots' first pages of K and V, None to make tails only; ``tail [n]``: those of their tails' first
-    pages.
+    ``source [l * n]``: addresses of each block's part of l layers, from ``first_layer`` on. ``pages
+    [n]``: addresses of these layers' first pages of K and V in slots. ``rows [n]``: addresses of rows
+    of a table of summaries, 0 for none, whose byte ``channels`` begins channel-major K; -1: they have
+    none.
     """
 
 class Contexts:

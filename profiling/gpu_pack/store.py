@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv.base.errors import BenchError
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.config.io_engine import EngineKind, EngineOptions
-from vllm_ssdkv.connector.worker.block_copy import BlockPort, OpaquePort
+from vllm_ssdkv.connector.worker.block_copy import BlockPort, LeavingBlocks, OpaquePort
 from vllm_ssdkv.connector.worker.device_memory import hot_memory
 from vllm_ssdkv.connector.worker.paged_port import PagedPort
 from vllm_ssdkv.connector.worker.pinning import pin_arena, unpin_arena
@@ -36,7 +36,12 @@ from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, SlotGeometry, roun
 from vllm_ssdkv.store.io.engines.open import open_engine
 from vllm_ssdkv.store.io.engines.protocol import IoEngine, Op
 from vllm_ssdkv.store.memory.arena import Arena
-from vllm_ssdkv.store.memory.summary_rows import with_summaries
+from vllm_ssdkv.store.memory.summary_rows import (
+    SummaryRows,
+    channels_offset,
+    row_bytes,
+    with_summaries,
+)
 
 ENGINES: Final[tuple[EngineKind, ...]] = ("threads", "uring")
 
@@ -144,14 +149,14 @@ def _opaque(case: Case, device: torch.device, *, together: bool, small: bool) ->
         frames = FrameCache(arena, 0, geometry.frame_bytes, 2 * blocks, 2 * blocks)
         port = OpaquePort(caches, geometry, frames)
         reference = OpaquePort(list(memory), geometry, frames)
-        _both_ways(case, device, port, reference, frames, ids, no_tails, geometry)
+        _both_ways(case, device, (port, reference), frames, ids, (None, None), geometry)
     for cache in caches:
         if not torch.equal(cache[ids + blocks], cache[ids]):
             raise BenchError("other bytes came back")
 
 
 def _paged(case: Case, device: torch.device, dtype: torch.dtype, kind: str, *, small: bool) -> None:
-    """Blocks of page mode to frames and tails and back, against what the native kernels make."""
+    """Blocks of page mode to frames and rows and back, against what the native kernels make."""
     layers, blocks = (2, 6) if small else (16, 64)
     layout = BlockLayout.unpadded(32, 16, 2 if small else 8, 64 if small else 128, dtype)
     geometry = _geometry(layout, layers, kind)
@@ -160,19 +165,24 @@ def _paged(case: Case, device: torch.device, dtype: torch.dtype, kind: str, *, s
     caches = [layer.to(device) for layer in memory]
     ids = np.random.default_rng(2).permutation(blocks).astype(np.int64)
     frame_bytes = 2 * blocks * geometry.frame_bytes
-    with _pinned(frame_bytes + 2 * blocks * geometry.tail_bytes, device) as arena:
+    channels = kind == "channels"
+    size = blocks * row_bytes(geometry, layout.page_tokens, channels=channels)
+    with _pinned(frame_bytes + 2 * size, device) as arena:
         arena.view(0, arena.nbytes)[:] = 0
         frames = FrameCache(arena, 0, geometry.frame_bytes, 2 * blocks, 2 * blocks)
         port = PagedPort(select_kernels(device), caches, layout, geometry, frames)
         reference = PagedPort(CpuKernels(), memory, layout, geometry, frames)
 
-        def tails(which: int) -> NDArray[np.uint64]:
-            first = arena.address + frame_bytes + which * blocks * geometry.tail_bytes
-            step = np.uint64(geometry.tail_bytes)
-            return np.uint64(first) + np.arange(blocks, dtype=np.uint64) * step
+        def rows(which: int) -> SummaryRows | None:
+            if kind == "none":
+                return None
+            first = np.uint64(arena.address + frame_bytes + which * size)
+            places = first + np.arange(blocks, dtype=np.uint64) * np.uint64(size // blocks)
+            at = channels_offset(geometry, layout.page_tokens) if channels else -1
+            return SummaryRows(places, at)
 
-        _both_ways(case, device, port, reference, frames, ids, tails, geometry)
-        size = blocks * geometry.tail_bytes
+        ports = port, reference
+        _both_ways(case, device, ports, frames, ids, (rows(0), rows(1)), geometry)
         made = [arena.view(frame_bytes + which * size, size) for which in range(2)]
         if not np.array_equal(made[0], made[1]):
             raise BenchError("other summaries than the native kernels make")
@@ -181,33 +191,40 @@ def _paged(case: Case, device: torch.device, dtype: torch.dtype, kind: str, *, s
             raise BenchError("other bytes came back")
 
 
-def no_tails(_which: int) -> NDArray[np.uint64]:
-    """Addresses of the tails of slots that have none."""
-    return np.zeros(0, np.uint64)
-
-
 def _both_ways(
     case: Case,
     device: torch.device,
-    port: BlockPort,
-    reference: BlockPort,
+    ports: tuple[BlockPort, BlockPort],
     frames: FrameCache,
     ids: Ids,
-    tails: Callable[[int], NDArray[np.uint64]],
+    rows: tuple[SummaryRows | None, SummaryRows | None],
     geometry: SlotGeometry,
 ) -> None:
-    """Save blocks ``ids`` with both ports, compare the frames, and load them behind."""
+    """Save blocks ``ids`` with both ports, with the first one layer by layer, too, compare the
+    frames, and load them behind."""
     count = len(ids)
     held = frames.take(np.arange(2 * count, dtype=np.int64), FrameState.HELD)
     taken, wanted = held[:count], held[count:]
-    reference.save(ids, wanted, tails(1))
-    port.save(ids, taken, tails(0))
-    for one, other in zip(taken.tolist(), wanted.tolist(), strict=True):
-        if not np.array_equal(frames.view(one), frames.view(other)):
-            raise BenchError(f"frame {one} holds other bytes than the CPU's port puts there")
+    port, reference = ports
+    reference.save(LeavingBlocks(ids, wanted, rows[1]))
+    blocks = LeavingBlocks(ids, taken, rows[0])
     nbytes = count * geometry.kv_pages * geometry.payload_bytes
-    seconds = _seconds(device, lambda: port.save(ids, taken, tails(0)))
-    case.figure("to frames", nbytes / seconds / 1e9, "GB/s")
+
+    def by_layers() -> None:
+        for layer in range(geometry.layers):
+            port.save_layer(layer, blocks)
+
+    def whole() -> None:
+        port.save(blocks)
+
+    for name, save in (("", whole), (", layer by layer", by_layers)):
+        for frame in taken.tolist():
+            frames.view(frame)[:] = 0
+        save()
+        for one, other in zip(taken.tolist(), wanted.tolist(), strict=True):
+            if not np.array_equal(frames.view(one), frames.view(other)):
+                raise BenchError(f"frame {one} holds other bytes than the CPU's port puts there")
+        case.figure(f"to frames{name}", nbytes / _seconds(device, save) / 1e9, "GB/s")
     seconds = _seconds(device, lambda: port.load(taken, ids + count))
     case.figure("to blocks", nbytes / seconds / 1e9, "GB/s")
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.io_engine import EngineKind
+from vllm_ssdkv.connector.worker.block_copy import LeavingBlocks
 from vllm_ssdkv.connector.worker.paged_port import PagedPort
 from vllm_ssdkv.connector.worker.pinning import pin_arena, unpin_arena
 from vllm_ssdkv.connector.worker.stream_fence import StreamFence
@@ -113,15 +114,14 @@ class PagedRig(StoreRig):
         Raises ``BenchError`` if one could not be written.
         """
         begin = time.perf_counter()
-        self.write(self._fill, len(self.store.tails))
+        self.write(self._fill)
         # Checksums of pages are kept of what a running request refers to.
         self.store.extend_context(REQUEST, 0, self.slots)
         return time.perf_counter() - begin
 
     def _fill(self, slots: Slots, frames: NDArray[np.int32]) -> None:
-        tails = self.store.tails[: len(frames)]
-        self._port.save(slots, frames, tails)
-        self.store.filled(slots, tails)
+        self._port.save(LeavingBlocks(slots, frames, self.store.summary_rows(slots)))
+        self.store.filled(slots)
 
     def load_back(self) -> LoadOutcome:
         """Bring all slots into the second half of the cache.

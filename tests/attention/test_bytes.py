@@ -11,10 +11,10 @@ import torch
 
 from tests.attention.newest import newest_values
 from tests.store.conftest import MakeStore, array, key_of, make_store
-from tests.store.tails import addresses
 from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.attention.mean_value import RunningMeanV
 from vllm_ssdkv.attention.sparse import SparseDecode
+from vllm_ssdkv.connector.worker.block_copy import LeavingBlocks
 from vllm_ssdkv.connector.worker.paged_port import PagedPort
 from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource, PartialState
@@ -56,8 +56,7 @@ def shares(make_store: MakeStore, block: int, page: int, *, ssd: bool) -> tuple[
     cache = torch.randn(count + 1, layout.block_bytes // 2).half()
     port = PagedPort(select_kernels(CPU), [cache], layout, geometry, rig.store.frames)
     rig.store.extend_context("r", 0, slots)
-    tails = np.zeros((count, geometry.tail_bytes), dtype=np.uint8)
-    port.save(slots, rig.store.reserve_frames(slots, wait=False), addresses(tails))
+    port.save(LeavingBlocks(slots, rig.store.reserve_frames(slots, wait=False)))
     rig.store.flush(slots, array([1] * count), [key_of(slot) for slot in slots.tolist()])
     assert rig.store.drain(30)
     rig.store.frames.forget(slots)

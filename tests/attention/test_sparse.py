@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from tests.attention.newest import newest_values
 from tests.oracles.sparse_attention import sparq_attention
 from tests.store.conftest import MakeStore, StoreRig, array, key_of, make_store
-from tests.store.tails import addresses
 from vllm_ssdkv.attention.decode_plan import DecodePlan
 from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.attention.mean_value import RunningMeanV
 from vllm_ssdkv.attention.sparse import ChoiceCounts, SparseDecode
 from vllm_ssdkv.attention.sparse_deviation import SparseDeviation
+from vllm_ssdkv.connector.worker.block_copy import LeavingBlocks
 from vllm_ssdkv.connector.worker.device_memory import hot_memory
 from vllm_ssdkv.connector.worker.paged_port import PagedPort
 from vllm_ssdkv.kernels.dense import select_kernels
@@ -201,10 +201,8 @@ def store_contexts(rows: Rows) -> None:
         rig.store.extend_context(str(row), 0, slots)
         frames = rig.store.reserve_frames(slots, wait=False)
         assert len(frames) == len(slots)
-        tails = np.zeros((len(slots), max(1, rig.geometry.tail_bytes)), dtype=np.uint8)
-        port.save(slots, frames, addresses(tails))
-        if rig.geometry.tail_pages:
-            rig.store.filled(slots, addresses(tails))
+        port.save(LeavingBlocks(slots, frames, rig.store.summary_rows(slots)))
+        rig.store.filled(slots)
         keys = [key_of(slot) for slot in slots.tolist()]
         rig.store.flush(slots, array([1] * len(slots)), keys)
     assert rig.store.drain(30)

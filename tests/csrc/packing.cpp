@@ -1,4 +1,4 @@
-// Blocks packed into slots that have no spare byte, from several threads.
+// Blocks packed into slots and rows that have no spare byte, from several threads.
 #include "attention/packing.hpp"
 
 #include <bit>
@@ -22,7 +22,7 @@ Bytes bytes_of(int64_t count) { return Bytes(new std::byte[at(count)]); }
 
 uint64_t address(const Bytes& bytes) { return reinterpret_cast<uint64_t>(bytes.get()); }
 
-// Blocks of random numbers, and a place for the pages and the tail of each slot.
+// Blocks of random numbers, and a place for the pages and the tail, or the row, of each slot.
 struct Packed {
   attention::Packing packing{};
   int64_t item = 0, payload = 0, groups = 0, record = 0;
@@ -30,15 +30,13 @@ struct Packed {
   std::vector<uint64_t> source, pages, tail;
 
   explicit Packed(Random& random, int64_t most_blocks);
-  int64_t tail_bytes() const {
-    return (packing.summary_pages + packing.layers * packing.channel_pages) * packing.page_bytes;
-  }
+  int64_t tail_bytes() const { return packing.channels + packing.layers * packing.channel_step; }
   float number(const std::byte* from) const;
   // K, or V, of one token.
   const std::byte* entry(int64_t layer, int64_t block, int64_t head, int64_t token,
                          bool value) const;
-  // Byte number `offset` of the payloads of a tail's pages from `page` on.
-  const std::byte* byte(int64_t block, int64_t page, int64_t offset) const;
+  // Byte number `offset` of the payloads of a tail from byte `first` on.
+  const std::byte* byte(int64_t block, int64_t first, int64_t offset) const;
   void check_pages(int64_t layer, int64_t block, int64_t head) const;
   void check_bounds(int64_t layer, int64_t block, int64_t head) const;
   void check_spread(int64_t layer, int64_t block, int64_t head) const;
@@ -65,6 +63,11 @@ Packed::Packed(Random& random, int64_t most_blocks) {
   packing.channel_pages = kind == 1 ? (heads * groups + 1) / 2 : 0;
   const int64_t records = packing.layers * heads * (kind == 1 ? 1 : groups);
   packing.summary_pages = (records + page_tokens - 1) / page_tokens;
+  packing.row = random(2) == 0;
+  packing.tail_stride = packing.row ? payload : packing.page_bytes;
+  packing.channels = packing.row ? records * record : packing.summary_pages * packing.page_bytes;
+  packing.channel_step = packing.channel_pages * packing.page_bytes;
+  if (packing.row && kind == 1) packing.channel_step = heads * groups * payload / 2;
   for (int64_t i = 0; i < packing.layers * packing.blocks; ++i) {
     Bytes& block = blocks.emplace_back(bytes_of(heads * groups * payload));
     for (int64_t j = 0; j < heads * groups * payload; j += item) {
@@ -99,8 +102,8 @@ const std::byte* Packed::entry(int64_t layer, int64_t block, int64_t head, int64
          (head * groups + token / l.page_tokens) * payload + row * l.head_size * item;
 }
 
-const std::byte* Packed::byte(int64_t block, int64_t page, int64_t offset) const {
-  return tails[at(block)].get() + (page + offset / payload) * packing.page_bytes + offset % payload;
+const std::byte* Packed::byte(int64_t block, int64_t first, int64_t offset) const {
+  return tails[at(block)].get() + first + offset / payload * packing.tail_stride + offset % payload;
 }
 
 void Packed::check_pages(int64_t layer, int64_t block, int64_t head) const {
@@ -152,7 +155,7 @@ void Packed::check_spread(int64_t layer, int64_t block, int64_t head) const {
 
 void Packed::check_channels(int64_t layer, int64_t block, int64_t head) const {
   const attention::PageLayout& l = packing.layout;
-  const int64_t page = packing.summary_pages + layer * packing.channel_pages;
+  const int64_t first = packing.channels + layer * packing.channel_step;
   const int64_t number_of = layer * l.kv_heads + head;
   for (int64_t d = 0; d < l.head_size; ++d) {
     float sum = 0, want = 0;
@@ -161,7 +164,7 @@ void Packed::check_channels(int64_t layer, int64_t block, int64_t head) const {
       want += number(entry(layer, block, head, t, true) + d * item);
       const std::byte* key = entry(layer, block, head, t, false) + d * item;
       const std::byte* got =
-          byte(block, page, ((head * l.head_size + d) * l.block_tokens + t) * item);
+          byte(block, first, ((head * l.head_size + d) * l.block_tokens + t) * item);
       check(std::memcmp(got, key, at(item)) == 0, "a channel");
     }
     check(sum == want, "a sum of V");

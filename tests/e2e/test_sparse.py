@@ -255,8 +255,12 @@ def test_a_device_that_dies_while_tokens_are_decoded(recall: Recall) -> None:
 
 
 def test_where_dram_has_all_contexts_a_layer_is_one_native_call(
-    recall: Recall, devices: Callable[..., list[dict[str, Any]]], tmp_path: Path
+    recall: Recall,
+    devices: Callable[..., list[dict[str, Any]]],
+    tmp_path: Path,
+    by_layers: None,
 ) -> None:
+    """And layers of prompts leave HBM one by one, summaries with them."""
     recall.engine.close()
     options = {"budget": BUDGET, "summaries": "8MiB"}
     found = Recall(devices(2), "bounds", tmp_path / "faults.json", options, dram="96MiB")
@@ -265,6 +269,10 @@ def test_where_dram_has_all_contexts_a_layer_is_one_native_call(
         assert found.right() == len(QUESTIONS)
         choosing = found.count("context_steps", attention="sparse")
         assert found.count("context_steps_native") >= choosing > 0
+        assert found.count("step_copies", way="layers") >= sum(
+            len(question.prompt) // CHUNK for question in QUESTIONS
+        )
+        assert found.count("sparse_bytes_fetched", pages="summary") == 0, "all were kept"
         assert found.count("sparse_pages_fetched", tier="dram") > 0
         assert found.count("sparse_pages_fetched", tier="ssd") == 0
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -16,14 +16,15 @@ from tests.kernels.test_dense import ISAS, using
 from tests.oracles.codes import Record
 from tests.oracles.sparse_attention import page_bounds, page_spread
 from tests.oracles.token_order import spread_within, token_order
-from tests.store.tails import addresses
+from tests.store.tails import addresses, rows_of, tails_of
 from vllm_ssdkv import _kernels
 from vllm_ssdkv.kernels.operands.block_layout import DTYPES, BlockLayout
 from vllm_ssdkv.kernels.operands.token_order import TokenOrder
+from vllm_ssdkv.kernels.packing import Packing
 from vllm_ssdkv.kernels.paged import CpuPageKernels, PageKernels
 from vllm_ssdkv.profiling.dense_oracle import write_block
 from vllm_ssdkv.store.format.slot_geometry import PAGE_RECORDS, SlotGeometry
-from vllm_ssdkv.store.memory.summary_rows import with_summaries
+from vllm_ssdkv.store.memory.summary_rows import SummaryRows, summary_bytes, with_summaries
 
 FILL = 0xA5
 KINDS = (*PAGE_RECORDS, "channels")
@@ -76,20 +77,22 @@ class Problem:
     def packed(self, kernels: PageKernels) -> Bytes:
         """Slots, [blocks, slot_bytes], that held only ``FILL`` before."""
         _, caches, ids = self.draw()
-        frames, tails = (
-            self._memory(self.geometry.frame_bytes),
-            self._memory(self.geometry.tail_bytes),
-        )
+        geometry, layout = self.geometry, self.layout
+        frames = self._memory(geometry.frame_bytes)
+        memory, rows = rows_of(geometry, layout.page_tokens, self.blocks, FILL)
         # The second one lies first: slots need not be in order.
         order = np.arange(self.blocks)[::-1]
-        kernels.pack_summarized(
-            caches,
-            ids,
-            addresses(frames)[order],
-            addresses(tails)[order],
-            self.layout,
-            self.geometry,
-        )
+        rows = replace(rows, address=rows.address[order])
+        packing = Packing(caches, ids, addresses(frames)[order], rows, layout, geometry)
+        # Some layers, then the others.
+        half = geometry.layers // 2
+        kernels.pack_summarized(packing, range(half, geometry.layers))
+        if half:
+            kernels.pack_summarized(packing, range(half))
+        behind = summary_bytes(geometry, layout.page_tokens)
+        end = rows.channels if rows.channels >= 0 else memory.shape[1]
+        assert (memory[:, behind:end] == FILL).all()
+        tails = tails_of(memory, geometry, layout.page_tokens, FILL)
         return np.concatenate([frames, tails], axis=1)[order]
 
     def made(self, kernels: CpuPageKernels) -> Bytes:
@@ -253,15 +256,12 @@ def test_channels_keep_every_bit(dtype: torch.dtype) -> None:
     cache = torch.from_numpy(random).view(dtype)
     key = random.reshape(3, 2, 8, 24, dtype.itemsize)[:, 0].reshape(24, 24, dtype.itemsize)
     for isa in ISAS:
-        slot = np.zeros(geometry.slot_bytes, np.uint8)
+        frame = np.zeros((1, geometry.frame_bytes), np.uint8)
+        memory, rows = rows_of(geometry, layout.page_tokens, 1)
         with using(isa):
-            frame = np.array([slot.ctypes.data], np.uint64)
-            tail = frame + np.uint64(geometry.frame_bytes)
-            CpuPageKernels(1).pack_summarized([cache], np.array([0]), frame, tail, layout, geometry)
-        pages = slot[geometry.page_offset(geometry.first_channel_page(0)) :].reshape(
-            -1, geometry.page_bytes
-        )
-        held = pages[: geometry.channel_pages, : geometry.payload_bytes].ravel()[: key.size]
+            packing = Packing([cache], np.array([0]), addresses(frame), rows, layout, geometry)
+            CpuPageKernels(1).pack_summarized(packing, range(1))
+        held = memory[0, rows.channels :][: key.size]
         np.testing.assert_array_equal(held.reshape(24, 24, -1), key.swapaxes(0, 1))
 
 
@@ -276,13 +276,20 @@ def test_wrong_places_are_refused() -> None:
     caches = [torch.zeros(2, layout.block_bytes // 4)]
     geometry = Problem.of(layout, "channels").geometry
     kernels, slots = CpuPageKernels(1), np.array([4096], np.uint64)
+    one, two = SummaryRows(slots), SummaryRows(slots.repeat(2))
     with pytest.raises(ValueError, match="outside the cache's 2 blocks"):
-        kernels.pack_summarized(caches, np.array([2]), slots, slots, layout, geometry)
-    two = slots.repeat(2)
-    with pytest.raises(ValueError, match=r"must be \[layers \* slots\]"):
-        kernels.pack_summarized(caches, np.array([0, 1, 1]), two, two, layout, geometry)
-    with pytest.raises(ValueError, match="pages and tail differ in slots"):
-        kernels.pack_summarized(caches, np.array([0, 1]), slots, two, layout, geometry)
+        Packing(caches, np.array([2]), slots, one, layout, geometry)
+    for ids, rows in (([0, 1], one), ([0], two), ([0, 1, 1], two)):
+        with pytest.raises(ValueError, match="cannot go to 1 frames and"):
+            Packing(caches, np.array(ids), slots, rows, layout, geometry)
+    packing = Packing(caches, np.array([0]), slots, one, layout, geometry)
+    with pytest.raises(ValueError, match=r"must be \[layers \* slots\], of layers of a slot"):
+        kernels.pack_summarized(packing, range(1, 2))
+    many = _kernels.SlotTails(layout.shape, 1, 512, 1, 2, False, False, 0)
+    with pytest.raises(ValueError, match="pages and rows differ in slots"):
+        _kernels.pack_summarized(slots, slots.repeat(2), slots, many, 0, -1, 1)
+    with pytest.raises(ValueError, match=r"must be \[layers \* slots\]$"):
+        _kernels.make_tails(slots.repeat(2), slots, many, 1)
 
     def call(
         page_bytes: int,
@@ -324,10 +331,10 @@ def _ordered(
     _, caches, ids = problem.draw()
     geometry, layout = problem.geometry, problem.layout
     frames = np.full((problem.blocks, geometry.frame_bytes), FILL, np.uint8)
-    tails = np.full((problem.blocks, geometry.tail_bytes), FILL, np.uint8)
-    kernels.pack_summarized(
-        caches, ids, addresses(frames), addresses(tails), layout, geometry, order
-    )
+    memory, rows = rows_of(geometry, layout.page_tokens, problem.blocks)
+    packing = Packing(caches, ids, addresses(frames), rows, layout, geometry)
+    kernels.pack_summarized(packing, range(geometry.layers), order)
+    tails = tails_of(memory, geometry, layout.page_tokens, FILL)
     pages = frames[:, geometry.header_bytes :].reshape(problem.blocks, -1, geometry.page_bytes)
     numbers = torch.from_numpy(pages[..., : geometry.payload_bytes].copy()).view(layout.dtype)
     shape = (problem.blocks, geometry.layers, layout.kv_heads, layout.groups, 2, layout.page_tokens)
@@ -403,18 +410,13 @@ def test_clusters_of_keys_become_pages() -> None:
     write_block(layout, cache[0], key.bfloat16(), key.bfloat16())
     for isa in ISAS:
         frame = np.zeros((1, geometry.frame_bytes), np.uint8)
-        tail = np.zeros((1, geometry.tail_bytes), np.uint8)
+        rows = SummaryRows(np.zeros(1, np.uint64))
         order = TokenOrder(np.ones(1, np.uint8), np.zeros(1, np.int32))
+        packing = Packing(
+            [cache.view(torch.bfloat16)], np.array([0]), addresses(frame), rows, layout, geometry
+        )
         with using(isa):
-            CpuPageKernels(1).pack_summarized(
-                [cache.view(torch.bfloat16)],
-                np.array([0]),
-                addresses(frame),
-                addresses(tail),
-                layout,
-                geometry,
-                order,
-            )
+            CpuPageKernels(1).pack_summarized(packing, range(1), order)
         pages = torch.from_numpy(frame[0, geometry.header_bytes :]).view(torch.bfloat16)
         held = pages.view(4, -1)[:, : 2 * 16 * 32].reshape(4, 2, 16, 32)[:, 0].float()
         wanted = {kind: key[kind::4, 0].bfloat16().float() for kind in range(4)}
@@ -453,17 +455,11 @@ def test_numbers_that_are_none_lose_no_token(broken: float) -> None:
     order = TokenOrder(np.ones(1, np.uint8), np.zeros(1, np.int32))
     for isa in ISAS:
         frame = np.zeros((1, problem.geometry.frame_bytes), np.uint8)
-        tail = np.zeros((1, problem.geometry.tail_bytes), np.uint8)
+        rows = SummaryRows(np.zeros(1, np.uint64))
+        ids = problem.draw()[2]
+        packing = Packing(caches, ids, addresses(frame), rows, layout, problem.geometry)
         with using(isa):
-            CpuPageKernels(1).pack_summarized(
-                caches,
-                problem.draw()[2],
-                addresses(frame),
-                addresses(tail),
-                layout,
-                problem.geometry,
-                order,
-            )
+            CpuPageKernels(1).pack_summarized(packing, range(1), order)
         block = caches[0][problem.draw()[2][0]]
         pages = torch.from_numpy(frame[0, problem.geometry.header_bytes :].copy())
         held = pages.view(torch.int32).view(4, -1)[:, : 2 * 16 * 16].reshape(4, 2, 256)
@@ -487,7 +483,9 @@ def test_a_wrong_order_is_refused() -> None:
     one, none = np.ones(1, np.uint8), np.zeros(1, np.int32)
 
     def call(order: TokenOrder) -> None:
-        kernels.pack_summarized(caches, np.array([0]), slots, slots, layout, geometry, order)
+        rows = SummaryRows(np.zeros(1, np.uint64))
+        packing = Packing(caches, np.array([0]), slots, rows, layout, geometry)
+        kernels.pack_summarized(packing, range(1), order)
 
     for order, message in (
         (TokenOrder(np.ones(2, np.uint8), none), r"ordered must be \[layers\]"),

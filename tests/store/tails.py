@@ -8,7 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
-from vllm_ssdkv.store.memory.summary_rows import channel_bytes
+from vllm_ssdkv.store.memory.summary_rows import (
+    SummaryRows,
+    channel_bytes,
+    channels_offset,
+    row_bytes,
+    summary_bytes,
+)
 
 Bytes = NDArray[np.uint8]
 
@@ -42,6 +48,34 @@ def addresses(memory: NDArray[np.float32] | Bytes) -> NDArray[np.uint64]:
     """Of each row."""
     steps = np.arange(len(memory), dtype=np.uint64) * np.uint64(memory.strides[0])
     return np.uint64(memory.ctypes.data) + steps
+
+
+def rows_of(
+    geometry: SlotGeometry, page_tokens: int, count: int, fill: int = 0
+) -> tuple[Bytes, SummaryRows]:
+    """So many rows of a table with channels, full of one byte, and where they lie."""
+    size = row_bytes(geometry, page_tokens, channels=geometry.channel_pages > 0)
+    memory = np.full((count, size), fill, np.uint8)
+    channels = channels_offset(geometry, page_tokens) if geometry.channel_pages else -1
+    return memory, SummaryRows(addresses(memory), channels)
+
+
+def tails_of(rows: Bytes, geometry: SlotGeometry, page_tokens: int, padding: int) -> Bytes:
+    """Tails of slots, [n, tail_bytes], with what these rows hold, and zeros behind it in the
+    payload of its last page."""
+    parts = [(0, summary_bytes(geometry, page_tokens), geometry.summary_pages)]
+    begin, size = channels_offset(geometry, page_tokens), channel_bytes(geometry)
+    for layer in range(geometry.layers if size else 0):
+        parts.append((begin + layer * size, size, geometry.channel_pages))
+    tails = np.full((len(rows), geometry.tail_pages, geometry.page_bytes), padding, np.uint8)
+    first = 0
+    for begin, size, pages in parts:
+        held = np.zeros((len(rows), pages * geometry.payload_bytes), np.uint8)
+        held[:, :size] = rows[:, begin : begin + size]
+        payloads = held.reshape(len(rows), pages, geometry.payload_bytes)
+        tails[:, first : first + pages, : geometry.payload_bytes] = payloads
+        first += pages
+    return tails.reshape(len(rows), geometry.tail_bytes)
 
 
 class Tails:

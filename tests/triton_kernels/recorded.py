@@ -12,9 +12,11 @@ from triton.runtime.interpreter import InterpretedFunction
 from tests.kit.recorded_graph import RecordedGraph
 
 READS = ("cpu", "numpy", "item", "tolist", "pin_memory")
+SENDS = ("from_numpy", "tensor", "as_tensor")
 
 _ALLOWED = {name: getattr(torch.Tensor, name) for name in READS}
-"""Methods as Triton's interpreter, which stands for the device, needs them."""
+_SENT = {name: getattr(torch, name) for name in SENDS}
+"""Methods and functions as Triton's interpreter, which stands for the device, needs them."""
 
 
 def _refuse(*_: object, **__: object) -> None:
@@ -49,11 +51,13 @@ class Recorded(RecordedGraph):
         def launch(kernel: InterpretedFunction[Any], *args: object, **kwargs: object) -> None:
             self.launches.append(kernel.fn.__name__)
             self._done.append((functools.partial(run, kernel), args, kwargs, None))
-            with torch._C._DisableTorchDispatch(), mock.patch.multiple(torch.Tensor, **_ALLOWED):
+            reads = mock.patch.multiple(torch.Tensor, **_ALLOWED)
+            with torch._C._DisableTorchDispatch(), reads, mock.patch.multiple(torch, **_SENT):
                 run(kernel, *args, **kwargs)
 
         self._patches = [mock.patch.object(InterpretedFunction, "run", launch)]
         self._patches += [mock.patch.object(torch.Tensor, name, _refuse) for name in READS]
+        self._patches += [mock.patch.object(torch, name, _refuse) for name in SENDS]
         for patch in self._patches:
             patch.start()
         super().__enter__()

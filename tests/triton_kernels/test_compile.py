@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
 import triton
@@ -443,14 +442,14 @@ def test_copy_pages(
 ) -> None:
     recorder = record(pack, "_copy_kernel")
     pack.copy_pages(
-        np.array([align, 3 * align], np.uint64),
-        np.array([5 * align, 7 * align], np.uint64),
+        torch.tensor([align, 3 * align]),
+        torch.tensor([5 * align, 7 * align]),
+        aligned=align,
         pages=4,
         payload_bytes=8192,
         source_stride_bytes=8192,
         target_stride_bytes=12288,
         zero_padding=True,
-        device=CPU,
     )
     ptx = check(recorder, capability)
     # Two 8-byte words in one access, which is all that 16-byte alignment is for.

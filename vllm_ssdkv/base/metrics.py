@@ -177,10 +177,10 @@ METRICS: Final[tuple[Metric, ...]] = (
         "steps",
         "Steps that completed blocks, by how these were copied to DRAM. `layers`: each layer "
         "while later ones computed. The others copied all at the end: the model computes on the "
-        "`cpu`, a layer is `small`, slots have sparse sections (`sparse`), layers have states "
-        "(`states`), some are stored as X (`inputs`), DRAM had no free frame (`frames`), or vLLM "
-        "reported no layer, as in a full CUDA graph (`untold`).",
-        Label("way", ("layers", "cpu", "small", "sparse", "states", "inputs", "frames", "untold")),
+        "`cpu`, a layer is `small`, layers have states (`states`), some are stored as X "
+        "(`inputs`), DRAM had no free frame (`frames`), or vLLM reported no layer, as in a full "
+        "CUDA graph (`untold`).",
+        Label("way", ("layers", "cpu", "small", "states", "inputs", "frames", "untold")),
         combine="max",
     ),
     counter(

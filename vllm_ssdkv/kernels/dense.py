@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -156,6 +157,12 @@ def block_addresses(
     step = np.array([block_stride(cache) * cache.itemsize for cache in caches], np.uint64)
     addresses: NDArray[np.uint64] = start[:, None] + step[:, None] * ids.astype(np.uint64)[None, :]
     return addresses
+
+
+def alignment(*addresses: NDArray[np.uint64]) -> int:
+    """Bytes, at most 16, of which all these addresses are multiples."""
+    joined = np.bitwise_or.reduce([np.bitwise_or.reduce(part, axis=None) for part in addresses])
+    return math.gcd(16, int(joined))
 
 
 def _layer_addresses(
@@ -396,15 +403,15 @@ class TritonKernels:
             layout=layout,
             slot_layout=slot_layout,
         )
+        there = on_device(np.stack([blocks, slots]), torch.int64, self.device)
         self._pack.copy_pages(
-            blocks,
-            slots,
+            *there,
+            aligned=alignment(blocks, slots),
             pages=layout.kv_heads * layout.groups,
             payload_bytes=layout.page_payload_bytes,
             source_stride_bytes=layout.page_stride_bytes,
             target_stride_bytes=slot_layout.page_stride_bytes,
             zero_padding=True,
-            device=self.device,
         )
 
     def unpack(
@@ -425,15 +432,15 @@ class TritonKernels:
             layout=layout,
             slot_layout=slot_layout,
         )
+        there = on_device(np.stack([slots, blocks]), torch.int64, self.device)
         self._pack.copy_pages(
-            slots,
-            blocks,
+            *there,
+            aligned=alignment(slots, blocks),
             pages=layout.kv_heads * layout.groups,
             payload_bytes=layout.page_payload_bytes,
             source_stride_bytes=slot_layout.page_stride_bytes,
             target_stride_bytes=layout.page_stride_bytes,
             zero_padding=False,
-            device=self.device,
         )
 
 

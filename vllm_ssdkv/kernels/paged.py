@@ -10,16 +10,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Sequence
+import math
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_ssdkv import _io, _kernels
+from vllm_ssdkv import _kernels
 from vllm_ssdkv.base.errors import UnsupportedError
-from vllm_ssdkv.kernels.dense import TritonKernels, block_addresses
+from vllm_ssdkv.kernels.dense import alignment
 from vllm_ssdkv.kernels.native import NativeKernels
 from vllm_ssdkv.kernels.operands.block_layout import (
     BlockLayout,
@@ -30,8 +30,8 @@ from vllm_ssdkv.kernels.operands.block_layout import (
 )
 from vllm_ssdkv.kernels.operands.page_list import PageList
 from vllm_ssdkv.kernels.operands.token_order import TokenOrder
+from vllm_ssdkv.kernels.packing import Packing
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
-from vllm_ssdkv.store.memory.summary_rows import code_bytes
 
 
 class PageAttention(Protocol):
@@ -94,24 +94,15 @@ class PageKernels(PageAttention, Protocol):
         ...
 
     def pack_summarized(
-        self,
-        caches: Sequence[torch.Tensor],
-        block_ids: IntArray,
-        frames: NDArray[np.uint64],
-        tails: NDArray[np.uint64],
-        layout: BlockLayout,
-        geometry: SlotGeometry,
-        order: TokenOrder | None = None,
+        self, packing: Packing, layers: range, order: TokenOrder | None = None
     ) -> None:
-        """Copy n blocks of the L layers ``caches[l] [num_blocks, ...]`` into n slots, complete but
-        for their headers: pages as ``AttentionKernels.pack`` does, and the tails of summary and
-        channel pages.
+        """Copy some layers of blocks into slots, and write what selectors must know of them to the
+        slots' rows: pages as ``AttentionKernels.pack`` does, records of these layers, and
+        channel-major K, if rows have it. A slot without a row gets its pages only.
 
-        ``frames`` and ``tails`` ``[n]`` are absolute addresses, on the host. What of the payload of
-        a summary or channel page is not used is zeroed; the padding behind it stays as it is. With
-        an ``order`` tokens go into their pages by likeness, the halves of the halves across the
-        direction in which their rows vary most, as in ``csrc/attention/token_order.hpp``; K, V and
-        what is made of them have the same order.
+        With an ``order`` of these layers tokens go into their pages by likeness, the halves of the
+        halves across the direction in which their rows vary most, as in
+        ``csrc/attention/token_order.hpp``; K, V and what is made of them have the same order.
         """
         ...
 
@@ -172,19 +163,18 @@ class CpuPageKernels(NativeKernels):
         self._native.encode(addresses[0], layout.shape, addresses[1], bits, self.threads)
 
     def pack_summarized(
-        self,
-        caches: Sequence[torch.Tensor],
-        block_ids: IntArray,
-        frames: NDArray[np.uint64],
-        tails: NDArray[np.uint64],
-        layout: BlockLayout,
-        geometry: SlotGeometry,
-        order: TokenOrder | None = None,
+        self, packing: Packing, layers: range, order: TokenOrder | None = None
     ) -> None:
         """See :meth:`PageKernels.pack_summarized`; one native call."""
-        source = block_addresses(caches, block_ids, layout)
-        self._summarize_slots(
-            source, frames + np.uint64(geometry.header_bytes), tails, layout, geometry, order
+        self._native.pack_summarized(
+            packing.source[layers.start : layers.stop].ravel(),
+            packing.first_pages(layers.start),
+            packing.rows.address,
+            _slot_tails(packing.layout, packing.geometry),
+            layers.start,
+            packing.rows.channels,
+            self.threads,
+            None if order is None else order.bound,
         )
 
     def make_tails(
@@ -194,34 +184,26 @@ class CpuPageKernels(NativeKernels):
         layout: BlockLayout,
         geometry: SlotGeometry,
     ) -> None:
-        """Make the tails of n slots, as :meth:`pack_summarized` does, from frames: both absolute
-        addresses, ``[n]``. ``layout`` is that of blocks in slots."""
+        """Make the tails of n slots, summary and channel pages, from frames: both absolute
+        addresses, ``[n]``. ``layout`` is that of blocks in slots. What of the payload of a page is
+        not used is zeroed; the padding behind it stays as it is."""
         layers = np.arange(geometry.layers, dtype=np.uint64) * np.uint64(geometry.layer_bytes)
         source = layers[:, None] + (frames + np.uint64(geometry.header_bytes))[None, :]
-        self._summarize_slots(source, None, tails, layout, geometry)
+        held = _slot_tails(layout, geometry)
+        self._native.make_tails(source.ravel(), tails, held, self.threads)
 
-    def _summarize_slots(
-        self,
-        source: NDArray[np.uint64],
-        pages: NDArray[np.uint64] | None,
-        tails: NDArray[np.uint64],
-        layout: BlockLayout,
-        geometry: SlotGeometry,
-        order: TokenOrder | None = None,
-    ) -> None:
-        held = _kernels.SlotTails(
-            layout.shape,
-            geometry.layers,
-            geometry.page_bytes,
-            geometry.summary_pages,
-            geometry.channel_pages,
-            spread=geometry.record.startswith("spread"),
-            value_sums=geometry.record == "spread_with_values",
-            code_bits=geometry.code_bits,
-        )
-        self._native.pack_summarized(
-            source.ravel(), pages, tails, held, self.threads, None if order is None else order.bound
-        )
+
+def _slot_tails(layout: BlockLayout, geometry: SlotGeometry) -> _kernels.SlotTails:
+    return _kernels.SlotTails(
+        layout.shape,
+        geometry.layers,
+        geometry.page_bytes,
+        geometry.summary_pages,
+        geometry.channel_pages,
+        spread=geometry.record.startswith("spread"),
+        value_sums=geometry.record == "spread_with_values",
+        code_bits=geometry.code_bits,
+    )
 
 
 class TritonPageKernels:
@@ -235,6 +217,7 @@ class TritonPageKernels:
             self._summarize = importlib.import_module("vllm_ssdkv.triton_kernels.summarize")
             self._codes = importlib.import_module("vllm_ssdkv.triton_kernels.codes")
             self._order = importlib.import_module("vllm_ssdkv.triton_kernels.order")
+            self._pack = importlib.import_module("vllm_ssdkv.triton_kernels.pack")
         except ImportError as error:
             raise UnsupportedError(
                 f"sparse attention on {device} needs Triton, which does not load: {error}"
@@ -303,125 +286,78 @@ class TritonPageKernels:
         )
 
     def pack_summarized(
-        self,
-        caches: Sequence[torch.Tensor],
-        block_ids: IntArray,
-        frames: NDArray[np.uint64],
-        tails: NDArray[np.uint64],
-        layout: BlockLayout,
-        geometry: SlotGeometry,
-        order: TokenOrder | None = None,
+        self, packing: Packing, layers: range, order: TokenOrder | None = None
     ) -> None:
-        """See :meth:`PageKernels.pack_summarized`: a launch per layer for pages and one for the
-        rest, which is made in memory of the device and waited for."""
-        sources = block_addresses(caches, block_ids, layout)
-        slot_layout = layout.with_page_stride(geometry.page_bytes)
-        summaries = self._payloads(len(frames), geometry, geometry.summary_pages)
-        for layer, addresses in enumerate(sources):
-            source, made, places = addresses, caches[layer], on_host(block_ids, np.int64)
-            if order is not None and order.layers[layer]:
-                made = self._reordered(addresses, layer, order, layout)
-                source, places = _rows(made), np.arange(len(frames))
-            TritonKernels(self.device).pack(
-                [made],
-                places,
-                frames + np.uint64(geometry.layer_offset(layer)),
-                geometry.layer_bytes,
-                layout,
-                slot_layout,
+        """See :meth:`PageKernels.pack_summarized`; a launch per layer for pages and one for the
+        rest, which goes where it stays."""
+        layout, geometry = packing.layout, packing.geometry
+        there = packing.on_device(self.device)
+        for i, layer in enumerate(layers):
+            source, aligned = there.source[layer], alignment(packing.source[layer])
+            if order is not None and order.layers[i]:
+                made = self._reordered(source, i, order, layout)
+                source, aligned = _rows(made), alignment(np.array([made.data_ptr()], np.uint64))
+            self._pack.copy_pages(
+                source,
+                there.pages[layer],
+                aligned=math.gcd(aligned, alignment(packing.first_pages(layer))),
+                pages=layout.kv_heads * layout.groups,
+                payload_bytes=layout.page_payload_bytes,
+                source_stride_bytes=layout.page_stride_bytes,
+                target_stride_bytes=geometry.page_bytes,
+                zero_padding=True,
             )
-            self._summarize_layer(layer, source, summaries, tails, layout, geometry)
-        _put(summaries, tails, geometry)
+            known = there.known
+            if len(known) < len(source):
+                source = source.index_select(0, known)
+            self._summarize_layer(source, there.records[layer], there.channels[layer], packing)
 
     def _reordered(
-        self, source: NDArray[np.uint64], layer: int, order: TokenOrder, layout: BlockLayout
+        self, source: torch.Tensor, layer: int, order: TokenOrder, layout: BlockLayout
     ) -> torch.Tensor:
         """Copies of one layer's blocks, [n, block], with their tokens in order."""
-        addresses = on_device(source, torch.int64, self.device)
-        kept = torch.from_numpy(order.kept).to(self.device)
-        place = self._order.order_blocks(addresses, kept, layout)
+        kept = on_device(order.kept, torch.int32, self.device)
+        place = self._order.order_blocks(source, kept, layout)
         features = order.addresses()
         if features is not None:
             of_layer = features.reshape(len(order.layers), -1)[layer]
             known = np.flatnonzero(of_layer)
             rows = on_device(of_layer[known], torch.int64, self.device)
-            which = torch.from_numpy(known).to(self.device)
+            which = on_device(known, torch.int64, self.device)
             place[which] = self._order.order_blocks(rows, kept[which], layout, order.width)
-        made: torch.Tensor = self._order.reorder(addresses, place, layout)
+        made: torch.Tensor = self._order.reorder(source, place, layout)
         return made
 
     def _summarize_layer(
         self,
-        layer: int,
-        source: NDArray[np.uint64],
-        summaries: torch.Tensor,
-        tails: NDArray[np.uint64],
-        layout: BlockLayout,
-        geometry: SlotGeometry,
+        source: torch.Tensor,
+        records: torch.Tensor,
+        channels: torch.Tensor,
+        packing: Packing,
     ) -> None:
-        """Write the records of one layer's blocks in ``summaries``, and its channel pages."""
-        record = geometry.payload_bytes // layout.page_tokens
-        if not geometry.channel_pages:
-            self._page_records(layer, source, summaries, layout, geometry)
-            return
-        slots = len(summaries)
-        channels = self._payloads(slots, geometry, geometry.channel_pages)
-        sums = torch.zeros((slots, geometry.heads, layout.head_size), device=self.device)
-        size = geometry.heads * record
-        self.summarize(source, layout, channels=_rows(channels), value_sum=_rows(sums))
-        first = geometry.first_channel_page(layer) - geometry.kv_pages
-        _put(channels, tails + np.uint64(first * geometry.page_bytes), geometry)
-        held = summaries[:, layer * size : (layer + 1) * size].view(slots, geometry.heads, record)
-        held[..., : 4 * layout.head_size] = sums.view(torch.uint8)
-
-    def _page_records(
-        self,
-        layer: int,
-        source: NDArray[np.uint64],
-        summaries: torch.Tensor,
-        layout: BlockLayout,
-        geometry: SlotGeometry,
-    ) -> None:
-        """Write the records of the pages of one layer and, if wanted, the sums of V."""
+        """Write what is kept of one layer's blocks: addresses of these, of their records and of
+        their channels, [m]."""
+        layout, geometry = packing.layout, packing.geometry
         if geometry.code_bits:
-            size = geometry.heads * code_bytes(geometry, layout.page_tokens)
-            target = _rows(summaries) + np.uint64(layer * size)
-            self.encode(source, layout, target, geometry.code_bits)
+            self._codes.encode(source, layout, records, geometry.code_bits)
             return
         record = geometry.payload_bytes // layout.page_tokens
-        pages, values = geometry.pages_per_layer * record, 0
-        if geometry.record == "spread_with_values":
-            values = geometry.heads * record
-        kind = "bounds" if geometry.record == "bounds" else "spread"
-        begin = layer * (pages + values)
-        self.summarize(source, layout, **{kind: _rows(summaries) + np.uint64(begin)})
-        if not values:
-            return
-        sums = torch.zeros((len(summaries), geometry.heads, layout.head_size), device=self.device)
-        self.summarize(source, layout, value_sum=_rows(sums))
-        held = summaries[:, begin + pages : begin + pages + values]
-        held = held.view(len(summaries), geometry.heads, record)
-        held[..., : 4 * layout.head_size] = sums.view(torch.uint8)
-
-    def _payloads(self, slots: int, geometry: SlotGeometry, pages: int) -> torch.Tensor:
-        """Memory of the device for the payloads of so many pages of each slot, uint8, zeros."""
-        shape = slots, pages * geometry.payload_bytes
-        return torch.zeros(shape, dtype=torch.uint8, device=self.device)
+        targets = {}
+        if geometry.channel_pages:
+            targets["value_sum"] = records
+            if packing.rows.channels >= 0:
+                targets["channels"] = channels
+        else:
+            targets["bounds" if geometry.record == "bounds" else "spread"] = records
+            if geometry.record == "spread_with_values":
+                targets["value_sum"] = records + geometry.pages_per_layer * record
+        self._summarize.summarize(source, layout, **targets, sum_stride=record // 4)
 
 
-def _put(payloads: torch.Tensor, first: NDArray[np.uint64], geometry: SlotGeometry) -> None:
-    """Copy payloads, [n, pages * payload_bytes], to the pages from the ``first`` ones, [n], on."""
-    payloads = payloads.cpu()
-    pages = np.arange(payloads.shape[1] // geometry.payload_bytes, dtype=np.uint64)
-    source = _rows(payloads)[:, None] + pages * np.uint64(geometry.payload_bytes)
-    target = first[:, None] + pages * np.uint64(geometry.page_bytes)
-    _io.copy(source.ravel(), target.ravel(), geometry.payload_bytes)
-
-
-def _rows(memory: torch.Tensor) -> NDArray[np.uint64]:
-    """Absolute address of each row."""
-    step = np.uint64(memory.stride(0) * memory.itemsize)
-    return np.uint64(memory.data_ptr()) + np.arange(len(memory), dtype=np.uint64) * step
+def _rows(memory: torch.Tensor) -> torch.Tensor:
+    """Absolute address of each row, int64, on the device of the memory."""
+    steps = torch.arange(len(memory), dtype=torch.int64, device=memory.device)
+    return steps * (memory.stride(0) * memory.itemsize) + memory.data_ptr()
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from vllm_ssdkv.store.integrity.checksum_table import ChecksumTable
 from vllm_ssdkv.store.io.buffer_pool import BufferPool
 from vllm_ssdkv.store.memory.device_memory import DeviceMemory
 from vllm_ssdkv.store.memory.memory_plan import MemoryPlan, PageEvictionPolicy
+from vllm_ssdkv.store.memory.summary_rows import SummaryRows
 from vllm_ssdkv.store.read.context_frames import NO_SLOTS
 from vllm_ssdkv.store.read.context_stream import ContextStream
 from vllm_ssdkv.store.read.gpu_pages import GpuPageCache
@@ -43,9 +44,8 @@ class ContextStore(TieredStore):
         """Take staging buffers, and where queries choose pages, memory for these and summaries."""
         geometry = self.files.geometry
         places = np.arange(plan.tails, dtype=np.uint64) * np.uint64(geometry.tail_bytes)
-        self.tails = np.uint64(self.arena.address + plan.tail_offset) + places
-        """Absolute addresses of memory for tails, [n], which the thread of the forward pass may use
-        until its next call; none where slots have no tail."""
+        self._tails = np.uint64(self.arena.address + plan.tail_offset) + places
+        """Absolute addresses of memory for tails, [n]; none where slots have no tail."""
         self._contexts: dict[str, NDArray[np.int64]] = {}
         self._before: dict[str, NDArray[np.int64]] = {}
         """First slots of each of them, as :meth:`contexts` was asked for last."""
@@ -317,7 +317,7 @@ class ContextStore(TieredStore):
             self.frames,
             self._summaries,
             self._summarizer,
-            self.tails,
+            self._tails,
             self._fetcher,
             contexts,
             rows,
@@ -345,11 +345,16 @@ class ContextStore(TieredStore):
         if self._hot is not None:
             self._hot.forget(slots)
 
-    def filled(self, slots: NDArray[np.int64], tails: NDArray[np.uint64]) -> None:
-        """Keep what selectors look at: the frames of :meth:`reserve_frames` for these slots are
-        filled. ``tails``: absolute addresses of their sparse sections, [n], if they have any."""
+    def summary_rows(self, slots: NDArray[np.int64]) -> SummaryRows | None:
+        """Rows for what selectors must know of slots, [n], whose frames from :meth:`reserve_frames`
+        are being filled; None: nothing is kept. What the step reads must have been begun before,
+        since rows are taken that nobody uses."""
+        return None if self._summaries is None else self._summaries.reserve(slots)
+
+    def filled(self, slots: NDArray[np.int64]) -> None:
+        """The frames of these slots, and their :meth:`summary_rows`, are filled."""
         if self._summaries is not None:
-            self._summaries.put_tails(slots, tails)
+            self._summaries.keep(slots)
 
     def load(self, job: LoadJob, *, whole: bool = False) -> None:
         """See :class:`TieredStore`."""

@@ -12,6 +12,7 @@ from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.connector.kv_layout import joined_geometry, layer_offsets
 from vllm_ssdkv.connector.worker import device_blocks
 from vllm_ssdkv.connector.worker.block_copy import (
+    LeavingBlocks,
     OpaquePort,
     as_it_lies,
     blocks_as_bytes,
@@ -47,7 +48,7 @@ def test_blocks_are_stored_as_they_lie(order: tuple[int, ...]) -> None:
     source, target = caches(order), [torch.zeros_like(one) for one in caches(order)]
     taken = frames.take(np.array([7, 3], dtype=np.int64), FrameState.HELD)
     OpaquePort(source, geometry, frames).save(
-        np.array([5, 2], dtype=np.int64), taken, np.zeros(0, dtype=np.uint64)
+        LeavingBlocks(np.array([5, 2], dtype=np.int64), taken)
     )
     for layer, cache in enumerate(source):
         first = geometry.layer_offset(layer)
@@ -79,7 +80,7 @@ def test_blocks_of_a_gpu_lie_in_frames_as_those_of_a_cpu(
     ids = np.array([5, 2, 0], dtype=np.int64)
     wanted = frames.take(np.array([1, 2, 3], dtype=np.int64), FrameState.HELD)
     found = frames.take(np.array([4, 5, 6], dtype=np.int64), FrameState.HELD)
-    OpaquePort(source, geometry, frames).save(ids, wanted, np.zeros(0, dtype=np.uint64))
+    OpaquePort(source, geometry, frames).save(LeavingBlocks(ids, wanted))
     page = geometry.page_bytes
     shape = [layer * page for layer in range(LAYERS)], LAYERS * page
     monkeypatch.setattr(device_blocks, "BUFFER_BYTES", at_once * shape[1])
@@ -121,9 +122,9 @@ def test_layers_of_several_sizes_lie_back_to_back() -> None:
     taken = frames.take(np.arange(6, dtype=np.int64), FrameState.HELD)
     port = OpaquePort(source, geometry, frames, sizes)
     ids = np.array([5, 2], dtype=np.int64)
-    port.save(ids, taken[:2], np.zeros(0, dtype=np.uint64))
+    port.save(LeavingBlocks(ids, taken[:2]))
     for layer in (3, 0, 4, 1, 2):
-        port.save_layer(layer, ids, taken[2:4])
+        port.save_layer(layer, LeavingBlocks(ids, taken[2:4]))
     begin = geometry.header_bytes
     offsets = [offset - begin for offset in layer_offsets(geometry, sizes)]
     device = DeviceBlocks(source, offsets, geometry.frame_bytes - begin)
@@ -168,7 +169,7 @@ def test_blocks_that_a_backend_has_cut_are_stored_whole(ratio: int) -> None:
     cut = [one.permute(0, 2, 1, 3).reshape(BLOCKS * ratio, -1, HEADS, SIZE) for one in whole]
     taken = frames.take(np.array([7], dtype=np.int64), FrameState.HELD)
     OpaquePort([whole_blocks(one, BLOCKS) for one in cut], geometry, frames).save(
-        np.array([3], dtype=np.int64), taken, np.zeros(0, dtype=np.uint64)
+        LeavingBlocks(np.array([3], dtype=np.int64), taken)
     )
     for layer, cache in enumerate(whole):
         first = geometry.layer_offset(layer)

@@ -19,33 +19,47 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.kit.waiting import until
+from tests.store.tails import memory_at
 from vllm_ssdkv.base.errors import DeadlineError
 from vllm_ssdkv.base.metrics import Counters, metric_key
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.identity.loaded_model import LoadedModel
 from vllm_ssdkv.connector.identity.module_tree import TREE
 from vllm_ssdkv.connector.kv_layout import KVLayout, block_layout, paged_geometry
-from vllm_ssdkv.connector.messages import ContextDelta, CopyFrames, CopyToDram, Flush, Row, StepPlan
+from vllm_ssdkv.connector.messages import (
+    ContextDelta,
+    CopyFrames,
+    CopyToDram,
+    Flush,
+    Row,
+    SlotArray,
+    StepPlan,
+)
 from vllm_ssdkv.connector.worker.binding import Binding
-from vllm_ssdkv.connector.worker.block_copy import BlockPort, OpaquePort
+from vllm_ssdkv.connector.worker.block_copy import BlockPort, LeavingBlocks, OpaquePort
 from vllm_ssdkv.connector.worker.layer_copy import LEAST_BYTES, MOST_WAITING, LayerCopier
 from vllm_ssdkv.connector.worker.page_mode import ContextLayers, PageMode
 from vllm_ssdkv.connector.worker.paged_port import PagedPort
 from vllm_ssdkv.connector.worker.rank_store import EmbeddedRank
+from vllm_ssdkv.connector.worker.token_ordering import TokenOrdering
 from vllm_ssdkv.connector.worker.worker import SSDKVWorker
 from vllm_ssdkv.kernels.dense import select_kernels
 from vllm_ssdkv.store.cache.frames import NO_FRAME, FrameCache, FrameState
+from vllm_ssdkv.store.cache.summaries import SummaryTable
 from vllm_ssdkv.store.context_store import ContextStore
 from vllm_ssdkv.store.format.fingerprint import Fingerprint
 from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, SlotGeometry, round_up
 from vllm_ssdkv.store.memory.arena import Arena
+from vllm_ssdkv.store.memory.summary_rows import SummaryRows, row_bytes
 from vllm_ssdkv.store.open import StorePlace, open_rank
 
-LAYERS, BLOCKS, HEADS, TOKENS, SIZE = 5, 8, 2, 16, 16
+LAYERS, BLOCKS, HEADS, TOKENS, SIZE = 5, 8, 2, 32, 16
 NAMES = tuple(f"layers.{i}" for i in range(LAYERS))
+PAGE_TOKENS = 16
+ROWS = 8
 PATIENCE_S = 20.0
 CPU = torch.device("cpu")
-SAVE = CopyToDram.of([(7, 1, 5, -1), (3, 1, 2, -1), (4, 1, 6, -1)])
+SAVE = CopyToDram.of([(7, 1, 5, -1), (3, 1, 2, 4), (4, 1, 6, 5)])
 
 
 class GatedPort:
@@ -60,25 +74,27 @@ class GatedPort:
         self.whole = 0
         self.threads: set[str] = set()
 
-    def save(self, *arguments: Any) -> None:  # noqa: ANN401 - passed through
+    def save(self, blocks: LeavingBlocks) -> None:
         self.whole += 1
-        self.port.save(*arguments)
+        self.port.save(blocks)
 
-    def save_layer(
-        self, layer: int, block_ids: NDArray[np.int64], frames: NDArray[np.int32]
-    ) -> None:
+    def save_layer(self, layer: int, blocks: LeavingBlocks) -> None:
         assert self.gate.acquire(timeout=PATIENCE_S)
         if layer in self.wrong:
             raise OSError(f"layer {layer}")
         self.layers.append(layer)
         self.threads.add(threading.current_thread().name)
-        self.port.save_layer(layer, block_ids, frames)
+        self.port.save_layer(layer, blocks)
 
     def load(self, *arguments: Any) -> None:  # noqa: ANN401 - passed through
         self.port.load(*arguments)
 
     def shut(self) -> None:
         self.gate = threading.Semaphore(0)
+
+
+SELECTORS = {"bounds": "bounds", "codes": "codes", "channels": "sparf", "ordered": "bounds"}
+"""Selectors of stores with summaries, by name."""
 
 
 @dataclass
@@ -89,6 +105,7 @@ class Rig:
     copier: LayerCopier
     counters: Counters
     geometry: SlotGeometry
+    table: SummaryTable | None = None
 
     def compute(self, layer: int, name: str | None = None) -> None:
         """A layer computes: its blocks get numbers that were never there."""
@@ -96,10 +113,16 @@ class Rig:
         self.copier.computed(name or NAMES[layer])
 
     def begin(self, save: CopyToDram = SAVE) -> None:
-        self.copier.begin(save, lambda slots: self.frames.take(slots, FrameState.HELD))
+        def rows(slots: SlotArray) -> SummaryRows | None:
+            return None if self.table is None else self.table.reserve(slots)
+
+        self.copier.begin(save, lambda slots: self.frames.take(slots, FrameState.HELD), rows)
 
     def check(self, save: CopyToDram = SAVE) -> None:
-        """Frames hold what the blocks do."""
+        """Frames hold what the blocks do, or what they and rows hold after a copy of all layers."""
+        if self.table is not None:
+            self.check_summarized(self.table, save)
+            return
         for slot, block in zip(save.slots.tolist(), save.block_ids.tolist(), strict=True):
             view = self.frames.view(self.frames.frame_of(slot))
             for layer, cache in enumerate(self.caches):
@@ -107,6 +130,27 @@ class Rig:
                 lying = self.pages(cache[block]).view(torch.uint8).numpy()
                 pages = view[begin : begin + self.geometry.layer_bytes].reshape(len(lying), -1)
                 np.testing.assert_array_equal(pages[:, : lying.shape[1]], lying)
+
+    def check_summarized(self, table: SummaryTable, save: CopyToDram) -> None:
+        others = save.slots + 50
+        frames, rows = self.frames.take(others, FrameState.HELD), table.reserve(others)
+        self.port.port.save(LeavingBlocks(save.block_ids, frames, rows, save.index))
+        found = []
+        for slots in (save.slots, others):
+            table.keep(slots)
+            pinned = table.pin(slots)
+            assert (pinned >= 0).all()
+            addresses = table.address(pinned, 0).tolist()
+            size = row_bytes(self.geometry, PAGE_TOKENS, channels=rows.channels >= 0)
+            found.append([memory_at(at, size).tobytes() for at in addresses])
+            places = self.frames.frames_of(slots).tolist()
+            begin = self.geometry.header_bytes
+            found[-1] += [self.frames.view(frame)[begin:].tobytes() for frame in places]
+            table.unpin(pinned)
+        assert found[0] == found[1]
+        assert all(map(any, found[0]))
+        self.frames.forget(others)
+        table.forget(others)
 
     def pages(self, block: torch.Tensor) -> torch.Tensor:
         return block.reshape(self.geometry.pages_per_layer, -1)
@@ -131,33 +175,47 @@ def rig(
     """``others``: of the layout."""
     shape = (BLOCKS, HEADS * TOKENS * SIZE * 2)
     caches = [torch.randn(shape) for _ in NAMES]
-    config = SSDKVConfig.from_extra_config({"mode": "page", "devices": ["/nowhere"]})
+    config = SSDKVConfig.from_extra_config(
+        {
+            "mode": "page",
+            "devices": ["/nowhere"],
+            "page_tokens": PAGE_TOKENS,
+            "selector": SELECTORS.get(mode, "exact"),
+        }
+    )
     geometry = paged_geometry(config, LAYERS, HEADS, SIZE, TOKENS, torch.float32)
     if mode == "reuse":
         geometry = SlotGeometry("opaque", LAYERS, 1, 1, shape[1] * 4)
-    layout, arena = (
-        layout_of(geometry, **others),
-        Arena(round_up(frames * geometry.frame_bytes, PAGE_ALIGN)),
-    )
+    layout = layout_of(geometry, **others)
+    behind = round_up(frames * geometry.frame_bytes, PAGE_ALIGN)
+    channels, table = geometry.channel_pages > 0, None
+    size = row_bytes(geometry, PAGE_TOKENS, channels=channels) if geometry.tail_pages else 0
+    arena = Arena(round_up(behind + ROWS * size, PAGE_ALIGN))
+    if size:
+        table = SummaryTable(arena, behind, geometry, PAGE_TOKENS, ROWS, 100, channels=channels)
+    ordering = None
+    if mode == "ordered":
+        hbm = block_layout(layout, PAGE_TOKENS)
+        ordering = TokenOrdering(hbm, LAYERS, (0, 2, 3), 0, by_co_activation=False)
     cache = FrameCache(arena, 0, geometry.frame_bytes, frames, 100)
     port: BlockPort
     if mode == "reuse":
         port = OpaquePort(caches, geometry, cache)
     else:
-        layers = block_layout(layout, config.page_tokens)
-        port = PagedPort(select_kernels(CPU), caches, layers, geometry, cache)
+        hbm = block_layout(layout, PAGE_TOKENS)
+        port = PagedPort(select_kernels(CPU), caches, hbm, geometry, cache, ordering)
     gated, counters = GatedPort(port), Counters()
     copier = LayerCopier(gated, layout, CPU, deadline_s, counters)
     copier.least_bytes = 1
     try:
-        yield Rig(caches, cache, gated, copier, counters, geometry)
+        yield Rig(caches, cache, gated, copier, counters, geometry, table)
     finally:
         gated.gate = threading.Semaphore(1 << 20)
         assert copier.close(PATIENCE_S)
         arena.close()
 
 
-@pytest.mark.parametrize("mode", ["reuse", "page"])
+@pytest.mark.parametrize("mode", ["reuse", "page", *SELECTORS])
 def test_each_layer_is_copied_beside_the_next(mode: str) -> None:
     with rig(mode) as it:
         it.begin()
@@ -207,13 +265,15 @@ def test_two_wait_and_the_third_waits_for_the_oldest() -> None:
 @given(
     told=st.lists(st.integers(0, LAYERS - 1), max_size=3 * LAYERS),
     slow=st.booleans(),
-    mode=st.sampled_from(["reuse", "page"]),
+    mode=st.sampled_from(["reuse", "page", *SELECTORS]),
 )
 def test_frames_hold_what_was_computed_last(told: Sequence[int], slow: bool, mode: str) -> None:
     """In whatever order layers come, twice or never: as where drafts run them again."""
     with rig(mode) as it:
         for _ in range(2):
             it.frames.forget(SAVE.slots)
+            if it.table is not None:
+                it.table.forget(SAVE.slots)
             it.begin()
             if slow:
                 it.port.gate = threading.Semaphore(1)
@@ -272,21 +332,6 @@ def test_others_go_at_the_end_and_are_counted(
         it.begin(CopyToDram.of(()))  # nothing is complete
         gained = {key: gain for key, gain in it.counters.take_gained().items() if gain}
         assert gained == {metric_key("step_copies", {"way": way}): 1}
-
-
-def test_slots_with_sparse_sections_go_at_the_end() -> None:
-    config = SSDKVConfig.from_extra_config(
-        {"mode": "page", "devices": ["/nowhere"], "selector": "bounds", "sparse": {"budget": 0.5}}
-    )
-    geometry = paged_geometry(config, LAYERS, HEADS, SIZE, TOKENS, torch.float32)
-    counters = Counters()
-    with rig() as it:
-        copier = LayerCopier(it.port, layout_of(geometry), CPU, PATIENCE_S, counters)
-        copier.least_bytes = 1
-        copier.begin(SAVE, lambda slots: it.frames.take(slots, FrameState.HELD))
-        assert copier.end() == 0
-        assert counters.total("step_copies", way="sparse") == 1
-        copier.close(PATIENCE_S)
 
 
 def test_as_many_as_there_are_frames_for() -> None:
@@ -412,13 +457,20 @@ def test_on_a_gpu_a_layer_is_copied_behind_its_own_computing(
 # ---- a rank ----
 
 
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[SSDKVWorker]:
+@pytest.fixture(params=["exact", "bounds"])
+def worker(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SSDKVWorker]:
     """Page mode's worker with its store, and without vLLM; every layer goes alone."""
     device = {"path": str(tmp_path / "ssd"), "capacity": "16MiB"}
     (tmp_path / "ssd").mkdir(mode=0o700)
     config = SSDKVConfig.from_extra_config(
-        {"mode": "page", "devices": [device], "dram_gib": "16MiB", "io": {"staging": "4MiB"}}
+        {
+            "mode": "page",
+            "devices": [device],
+            "dram_gib": "16MiB",
+            "io": {"staging": "4MiB"},
+            "selector": request.param,
+            **({} if request.param == "exact" else {"sparse": {"summaries": "1MiB"}}),
+        }
     )
     geometry = paged_geometry(config, LAYERS, HEADS, SIZE, TOKENS, torch.float32)
     place = StorePlace(config, [geometry], Fingerprint({"model": "none"}))
@@ -460,6 +512,14 @@ def durable(worker: SSDKVWorker, count: int) -> list[tuple[int, int]]:
     return sorted(found)
 
 
+def check_summaries(worker: SSDKVWorker, count: int) -> None:
+    """So many slots have summaries, if the store keeps any, and nobody writes or reads one."""
+    table = worker.page_mode.store._summaries
+    if table is not None:
+        assert table.held() == count
+        assert table.pinned() == 0
+
+
 def frame(worker: SSDKVWorker, slot: int) -> int:
     return worker.store.frames.frame_of(slot)
 
@@ -472,10 +532,12 @@ def test_a_step_that_fails_leaves_no_frame_and_commits_nothing(worker: SSDKVWork
     # The next step comes without the end of this one.
     worker.begin(second := plan(2, 5))
     assert frame(worker, 3) == frame(worker, 4) == NO_FRAME
+    check_summaries(worker, 0)
     for name in NAMES:
         worker.layers.computed(name)
     worker.end(second)
     assert durable(worker, 1) == [(5, 2)]
+    check_summaries(worker, 1)
     assert worker.counters.total("step_copies", way="layers") == 1
 
 
@@ -501,6 +563,7 @@ def test_blocks_of_a_row_without_its_context_are_not_kept(worker: SSDKVWorker) -
     assert report is not None
     assert report.skipped == [(3, 1)]
     assert durable(worker, 1) == [(4, 1)]
+    check_summaries(worker, 1)
 
 
 class Device:

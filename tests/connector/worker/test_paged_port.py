@@ -10,6 +10,7 @@ import torch
 
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.connector.kv_layout import paged_geometry
+from vllm_ssdkv.connector.worker.block_copy import LeavingBlocks
 from vllm_ssdkv.connector.worker.paged_port import PagedPort
 from vllm_ssdkv.kernels.dense import CpuKernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
@@ -31,7 +32,7 @@ def test_the_loaders_thread_starts_no_team() -> None:
     port = PagedPort(CpuKernels(threads=2), caches, layout, geometry, frames)
     blocks = np.arange(BLOCKS)
     held = frames.take(blocks, FrameState.HELD)
-    port.save(blocks, held, np.zeros(0, np.uint64))
+    port.save(LeavingBlocks(blocks, held))
     kept, started = [cache.clone() for cache in caches], set[str]()
 
     def load() -> None:

@@ -106,6 +106,36 @@ def test_records_on_a_device_are_those_of_dram(arena: Arena, record: PageRecord)
     assert len(set(found[0])) == 7 * geometry.layers
 
 
+def test_rows_that_are_being_written_are_nobodys_until_they_are_kept(arena: Arena) -> None:
+    table = SummaryTable(arena, 0, GEOMETRY, PAGE_TOKENS, ROWS, SLOTS, channels=False)
+    everyone = np.arange(ROWS + 1, dtype=np.int64)
+    rows = table.reserve(everyone)
+    base, size = arena.address, row_bytes(GEOMETRY, PAGE_TOKENS, channels=False)
+    assert sorted(rows.address[:ROWS].tolist()) == [base + row * size for row in range(ROWS)]
+    assert rows.address[ROWS] == 0, "there is no room"
+    assert rows.channels == -1
+    assert table.held() == 0
+    assert table.pinned() == ROWS
+    assert (table.reserve(everyone[-1:]).address == 0).all()
+    table.forget(everyone[:2])
+    table.keep(everyone)
+    assert table.pinned() == 0
+    kept = table.pin(everyone)
+    assert (kept[[0, 1, ROWS]] == NO_ROW).all()
+    assert table.address(kept[2:ROWS], 0).tolist() == rows.address[2:ROWS].tolist()
+    # Two rows have nothing, the others are in use.
+    again = table.reserve(everyone[:3])
+    assert np.count_nonzero(again.address) == 2
+    table.unpin(kept)
+    assert np.count_nonzero(table.reserve(everyone[:3]).address) == 3
+    table.keep(everyone[:3])
+    assert table.held() == ROWS
+    put(table, [ROWS])
+    table.reserve(everyone[ROWS:])
+    table.keep(everyone[ROWS:])
+    assert table.held() == ROWS - 1, "its row of before holds nothing"
+
+
 def test_a_table_on_a_device_says_when_it_has_no_memory(arena: Arena) -> None:
     table = SummaryTable(
         arena, 0, GEOMETRY, PAGE_TOKENS, ROWS, SLOTS, channels=False, records_on_device=True

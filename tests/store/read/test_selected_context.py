@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from tests.kit.waiting import until
 from tests.store.chosen_pages import (
@@ -33,6 +31,7 @@ from tests.store.conftest import (
     array,
     content,
 )
+from tests.store.tails import memory_at
 from vllm_ssdkv.store.cache.selected_pages import Pages
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.device_memory import DeviceMemory
@@ -98,9 +97,11 @@ def test_summaries_come_from_where_they_are_once(
     assert rig.load({0: 700, 1: 701}, [], request="r").complete
     rig.write({20: 720})
     (slot,) = rig.hold({20: 721})
-    tail = np.zeros((1, geometry.page_bytes), dtype=np.uint8)
-    tail[0, : geometry.payload_bytes] = content(geometry, 721)[geometry.kv_pages]
-    rig.store.filled(array([slot]), np.array([tail.ctypes.data], dtype=np.uint64))
+    rows = rig.store.summary_rows(array([slot]))
+    assert rows is not None
+    summary = content(geometry, 721)[geometry.kv_pages]
+    memory_at(int(rows.address[0]), len(summary))[:] = summary
+    rig.store.filled(array([slot]))
     names[20] = 721
     order = [3, 0, 20, 5]
     before = read_requests(rig)
@@ -120,10 +121,6 @@ def test_summaries_come_from_where_they_are_once(
 
 
 CHANNELS = SlotGeometry("paged", 2, 2, 3, 8192, summary_pages=1, channel_pages=3)
-
-
-def memory_at(address: int, size: int) -> NDArray[np.uint8]:
-    return np.frombuffer(ctypes.string_at(address, size), np.uint8)
 
 
 @pytest.mark.parametrize("encrypted", [False, True])

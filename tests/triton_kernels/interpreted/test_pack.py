@@ -1,5 +1,7 @@
 """Page copies between cache and slots, byte by byte."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.test_packing import Problem, problems
+from tests.store.tails import addresses, rows_of, tails_of
+from tests.triton_kernels.recorded import Recorded
 from vllm_ssdkv.kernels.dense import TritonKernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
+from vllm_ssdkv.kernels.packing import Packing
 from vllm_ssdkv.kernels.paged import CpuPageKernels, TritonPageKernels
 from vllm_ssdkv.triton_kernels.pack import copy_pages
 
@@ -80,19 +85,49 @@ def test_slots_are_the_native_ones(problem: Problem) -> None:
     problem.check(problem.packed(TritonPageKernels(CPU)), wanted, native=False)
 
 
+@pytest.mark.parametrize("kind", ["bounds", "spread_with_values", "codes_2", "channels"])
+def test_layers_are_packed_where_they_stay(kind: str) -> None:
+    """Two launches a layer. Nothing is sent to the device, or read from it, after the addresses
+    were with the first layer. A slot without a row gets its pages."""
+    problem = Problem.of(BlockLayout.unpadded(32, 16, 2, 16, torch.float16), kind, 3, blocks=3)
+    _, caches, ids = problem.draw()
+    layout, geometry, held = problem.layout, problem.geometry, []
+    for kernels in (CpuPageKernels(1), TritonPageKernels(CPU)):
+        frames = np.full((3, geometry.frame_bytes), FILL, np.uint8)
+        memory, rows = rows_of(geometry, layout.page_tokens, 3, FILL)
+        rows.address[1] = 0
+        packing = Packing(caches, ids, addresses(frames), rows, layout, geometry)
+        kernels.pack_summarized(packing, range(1))
+        recorded = isinstance(kernels, TritonPageKernels)
+        with Recorded() if recorded else nullcontext() as graph:
+            for layer in (2, 1):
+                kernels.pack_summarized(packing, range(layer, layer + 1))
+        if graph is not None:
+            made = "_encode_kernel" if "codes" in kind else "_summarize_kernel"
+            assert graph.launches == ["_copy_kernel", made] * 2
+            sums = ["aten.add.Tensor"] if kind == "spread_with_values" else []
+            assert graph.operations == ["aten.index_select.default", *sums] * 2
+        assert (memory[1] == FILL).all()
+        tails = tails_of(memory[[0, 2]], geometry, layout.page_tokens, FILL)
+        held.append((np.concatenate([frames[[0, 2]], tails], axis=1), frames[1]))
+    (wanted, alone), (found, without) = held
+    problem.check(found, wanted, native=False)
+    np.testing.assert_array_equal(without, alone)
+
+
 def test_unpacking_leaves_a_cache_with_padded_pages_alone() -> None:
     """Without ``zero_padding`` the target's padding keeps its bytes."""
     source = np.arange(64, dtype=np.uint8)
     target = np.full(100, FILL, np.uint8)
     copy_pages(
-        np.array([source.ctypes.data], np.uint64),
-        np.array([target.ctypes.data], np.uint64),
+        torch.tensor([source.ctypes.data]),
+        torch.tensor([target.ctypes.data]),
+        aligned=2,
         pages=2,
         payload_bytes=30,
         source_stride_bytes=32,
         target_stride_bytes=48,
         zero_padding=False,
-        device=CPU,
     )
     expected = np.full(100, FILL, np.uint8)
     expected[:30], expected[48:78] = source[:30], source[32:62]
@@ -102,25 +137,26 @@ def test_unpacking_leaves_a_cache_with_padded_pages_alone() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"target": np.zeros(3, np.uint64)}, "must be"),
+        ({"target": torch.zeros(3, dtype=torch.int64)}, "must be int64"),
+        ({"target": torch.zeros(2)}, "must be int64"),
         ({"payload_bytes": 0}, "must fit"),
         ({"payload_bytes": 64}, "must fit"),
         ({"payload_bytes": 31}, "must be even"),
-        ({"source": np.array([16, 17], np.uint64)}, "must be even"),
+        ({"aligned": 17}, "must be even"),
         ({"pages": 0}, "pages per block"),
     ],
 )
 def test_wrong_arguments_are_refused(change: dict[str, object], message: str) -> None:
     """None of these addresses may be followed: they lead nowhere."""
     arguments = {
-        "source": np.array([16, 32], np.uint64),
-        "target": np.array([64, 80], np.uint64),
+        "source": torch.tensor([16, 32]),
+        "target": torch.tensor([64, 80]),
+        "aligned": 16,
         "pages": 1,
         "payload_bytes": 32,
         "source_stride_bytes": 32,
         "target_stride_bytes": 32,
         "zero_padding": True,
-        "device": CPU,
     } | change
     with pytest.raises(ValueError, match=message):
         copy_pages(**arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -14,35 +15,39 @@ from vllm_ssdkv import _io
 from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.connector.kv_layout import layer_offsets
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.memory.summary_rows import SummaryRows
 from vllm_ssdkv.store.tier import FrameMemory
 
 if TYPE_CHECKING:
     from vllm_ssdkv.connector.worker.device_blocks import DeviceBlocks
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LeavingBlocks:
+    """Blocks on their way from HBM to frames.
+
+    Attributes:
+        block_ids: Their numbers in HBM, [n].
+        frames: Frames, [n].
+        rows: Rows for what selectors must know of them, [n]; None: nothing is kept.
+        index: As of ``CopyToDram``; None: tokens keep the order that they have.
+    """
+
+    block_ids: NDArray[np.int64]
+    frames: NDArray[np.int32]
+    rows: SummaryRows | None = None
+    index: NDArray[np.int64] | None = None
+
+
 class BlockPort(Protocol):
     """Way between HBM and frames. Calls return when the bytes are there."""
 
-    def save(
-        self,
-        block_ids: NDArray[np.int64],
-        frames: NDArray[np.int32],
-        tails: NDArray[np.uint64],
-        index: NDArray[np.int64] | None = None,
-    ) -> None:
-        """Copy HBM blocks [n] into frames [n].
+    def save(self, blocks: LeavingBlocks) -> None:
+        """Copy blocks to their frames, and write their rows."""
 
-        The tails of their slots, where these have any, are made at absolute addresses, [n].
-        ``index``: as of ``CopyToDram``; without, tokens keep the order that they have.
-        """
-
-    def save_layer(
-        self, layer: int, block_ids: NDArray[np.int64], frames: NDArray[np.int32]
-    ) -> None:
-        """Copy one layer, by its place in a slot, of HBM blocks [n] into frames [n].
-
-        On the calling thread alone, where it is the CPU's. Not for slots with tails.
-        """
+    def save_layer(self, layer: int, blocks: LeavingBlocks) -> None:
+        """Copy one layer, by its place in a slot, of blocks to their frames, and write it in their
+        rows. On the calling thread alone, where it is the CPU's."""
 
     def load(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
         """Copy frames [n] into HBM blocks [n]."""
@@ -178,32 +183,26 @@ class OpaquePort:
             self._on_device = DeviceBlocks(self._caches, *shape), DeviceBlocks(self._caches, *shape)
         self._begin = geometry.header_bytes
 
-    def save(
-        self,
-        block_ids: NDArray[np.int64],
-        frames: NDArray[np.int32],
-        tails: NDArray[np.uint64],
-        index: NDArray[np.int64] | None = None,
-    ) -> None:
+    def save(self, blocks: LeavingBlocks) -> None:
         """See :class:`BlockPort`."""
+        ids, frames = blocks.block_ids, blocks.frames
         if self._on_device is None:
-            _io.copy(self._blocks(block_ids), self._pages(frames), self._sizes(len(frames)))
+            _io.copy(self._blocks(ids), self._pages(frames), self._sizes(len(frames)))
         else:
-            self._on_device[0].save(torch.from_numpy(block_ids), self._stretches(frames))
+            self._on_device[0].save(torch.from_numpy(ids), self._stretches(frames))
 
-    def save_layer(
-        self, layer: int, block_ids: NDArray[np.int64], frames: NDArray[np.int32]
-    ) -> None:
+    def save_layer(self, layer: int, blocks: LeavingBlocks) -> None:
         """See :class:`BlockPort`."""
+        ids, frames = blocks.block_ids, blocks.frames
         offset, size = int(self._offsets[layer]), int(self._size[layer])
         if self._on_device is None:
-            blocks = self._base[layer] + self._step[layer] * block_ids.astype(np.uint64)
+            source = self._base[layer] + self._step[layer] * ids.astype(np.uint64)
             pages = self._frames.address(frames) + np.uint64(offset)
-            _io.copy(blocks, pages, size, threads=1)
+            _io.copy(source, pages, size, threads=1)
             return
         views = (self._frames.view(frame)[offset : offset + size] for frame in frames.tolist())
         places = [torch.from_numpy(view) for view in views]
-        self._on_device[0].save_layer(layer, torch.from_numpy(block_ids), places)
+        self._on_device[0].save_layer(layer, torch.from_numpy(ids), places)
 
     def load(self, frames: NDArray[np.int32], block_ids: NDArray[np.int64]) -> None:
         """See :class:`BlockPort`."""

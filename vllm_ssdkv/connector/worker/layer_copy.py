@@ -7,6 +7,7 @@ layers wait at most. A prompt's last layers then leave little to copy when the s
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import time
@@ -25,9 +26,10 @@ from vllm_ssdkv.base.host import nearby_cpus
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.connector.kv_layout import KVLayout
 from vllm_ssdkv.connector.messages import CopyToDram, SlotArray
-from vllm_ssdkv.connector.worker.block_copy import BlockPort
+from vllm_ssdkv.connector.worker.block_copy import BlockPort, LeavingBlocks
 from vllm_ssdkv.connector.worker.stream_fence import StreamFence
 from vllm_ssdkv.store.io.engines.daemon_executor import DaemonExecutor
+from vllm_ssdkv.store.memory.summary_rows import SummaryRows
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +43,20 @@ about as long as copying it. On the CPU no layer goes alone: its copy would take
 computes, and the step gains nothing (``bench_engine``). Tests and benches set another bound."""
 
 Reserve = Callable[[SlotArray], NDArray[np.int32]]
+ReserveRows = Callable[[SlotArray], SummaryRows | None]
+
+
+def _no_rows(_: SlotArray) -> None:
+    return None
 
 
 @dataclass
 class _OpenStep:
     """The blocks of one step that go by layers."""
 
-    block_ids: NDArray[np.int64]
+    save: CopyToDram
     frames: NDArray[np.int32]
-    slots: SlotArray
+    reserve_rows: ReserveRows
     missing: Counter[int]
     """Layers that have not ended yet, by their place in a slot: several, where KV cache groups
     share their blocks' memory."""
@@ -57,6 +64,14 @@ class _OpenStep:
     copies: dict[int, Future[None]] = field(default_factory=dict)
     again: set[int] = field(default_factory=set)
     """Places of layers that were computed more than once: a copy may be of the time between."""
+
+    @functools.cached_property
+    def blocks(self) -> LeavingBlocks:
+        """The blocks, with rows that are taken when the first layer goes: the step then has what it
+        reads."""
+        save = self.save
+        rows = self.reserve_rows(save.slots)
+        return LeavingBlocks(save.block_ids, self.frames, rows, save.index)
 
 
 class LayerCopier:
@@ -101,11 +116,7 @@ class LayerCopier:
         groups = (layout.layer_names, *layout.overlaid)
         self._places = {name: i for group in groups for i, name in enumerate(group)}
         self._names = Counter(self._places.values())
-        self._never = ""
-        if layout.has_states:
-            self._never = "states"
-        elif layout.geometry.tail_pages:
-            self._never = "sparse"
+        self._never = "states" if layout.has_states else ""
         self._step: _OpenStep | None = None
         self._under_way: deque[Future[None]] = deque()
         self.most_waiting = 0
@@ -121,12 +132,20 @@ class LayerCopier:
         """Layers that wait or are being copied."""
         return sum(not copy.done() for copy in self._under_way)
 
-    def begin(self, save: CopyToDram, reserve: Reserve, *, has_inputs: bool = False) -> None:
+    def begin(
+        self,
+        save: CopyToDram,
+        reserve: Reserve,
+        reserve_rows: ReserveRows = _no_rows,
+        *,
+        has_inputs: bool = False,
+    ) -> None:
         """A step is about to complete these blocks: take frames, if their layers go one by one.
 
         Args:
             save: The blocks.
             reserve: Gives frames [k] to the first k of some slots [n], without a wait.
+            reserve_rows: Gives rows to slots, [k], for what selectors must know of them.
             has_inputs: Some of them are stored as X, which is copied when the step ends.
         """
         if not len(save.slots):
@@ -140,9 +159,8 @@ class LayerCopier:
             frames = reserve(save.slots)
             held = len(frames)
             if held:
-                self._step = _OpenStep(
-                    save.block_ids[:held], frames, save.slots[:held], self._names.copy()
-                )
+                part = save.part(np.arange(len(save.slots)) < held)
+                self._step = _OpenStep(part, frames, reserve_rows, self._names.copy())
                 return
             way = "frames"
         self._counters.add("step_copies", 1, way=way)
@@ -171,7 +189,7 @@ class LayerCopier:
         self._make_room()
         fence = StreamFence(self._device)
         fence.set()
-        copy = self._thread.submit(self._copy, place, step.block_ids, step.frames, fence)
+        copy = self._thread.submit(self._copy, place, step.blocks, fence)
         step.copies[place] = copy
         self._under_way.append(copy)
         if len(self._under_way) > self.most_waiting:
@@ -196,9 +214,9 @@ class LayerCopier:
             self._await_oldest()
         if step.copies:
             for place in sorted(self._names.keys() - (step.copies.keys() - step.again)):
-                self._port.save_layer(place, step.block_ids, step.frames)
+                self._port.save_layer(place, step.blocks)
         else:
-            self._port.save(step.block_ids, step.frames, np.zeros(0, dtype=np.uint64))
+            self._port.save(step.blocks)
         self._step = None
         self._counters.add("step_copies", 1, way="layers" if step.copies else "untold")
         self._counters.add("layers_copied", len(beside), when="beside")
@@ -218,7 +236,7 @@ class LayerCopier:
             raise self._late()
         self._under_way.clear()
         self._step = None
-        return step.slots
+        return step.save.slots
 
     def close(self, timeout_s: float) -> bool:
         """End the thread. Whether no copy is under way any more."""
@@ -249,18 +267,12 @@ class LayerCopier:
             f"{cause}"
         )
 
-    def _copy(
-        self,
-        place: int,
-        block_ids: NDArray[np.int64],
-        frames: NDArray[np.int32],
-        fence: StreamFence,
-    ) -> None:
+    def _copy(self, place: int, blocks: LeavingBlocks, fence: StreamFence) -> None:
         cuda: Any = torch.cuda
         stream = self._stream
         with contextlib.nullcontext() if stream is None else cuda.stream(stream):
             fence.follow()
-            self._port.save_layer(place, block_ids, frames)
+            self._port.save_layer(place, blocks)
 
 
 def _spread(cpus: set[int]) -> None:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.connector.messages import CopyFrames, CopyToDram, Flush, RankReport, SlotArray
-from vllm_ssdkv.connector.worker.block_copy import BlockPort
+from vllm_ssdkv.connector.worker.block_copy import BlockPort, LeavingBlocks
 from vllm_ssdkv.connector.worker.layer_copy import LayerCopier
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.memory.summary_rows import SummaryRows
 from vllm_ssdkv.store.tier import TierStore
 from vllm_ssdkv.store.tiered_store import TieredStore
 
 if TYPE_CHECKING:
     from vllm_ssdkv.connector.worker.page_mode import PageMode
-
-_NO_TAILS: Final = np.zeros(0, dtype=np.uint64)
-"""Addresses of sparse sections of slots that have none."""
 
 
 class Saves:
@@ -51,7 +49,6 @@ class Saves:
         self._store, self._port, self._layers = store, port, layers
         self._geometry, self._counters = geometry, counters
         self._paged, self._writes = paged, writes
-        self._tails = _NO_TAILS if paged is None else paged.store.tails
 
     def drop(self) -> None:
         """Let go of what a step that failed has copied."""
@@ -65,13 +62,17 @@ class Saves:
         if not self._writes:
             self._store.abandon(save.slots)
             return
-        self._layers.begin(save, self._reserve_early, has_inputs=has_inputs)
+        self._layers.begin(save, self._reserve_early, self._reserve_rows, has_inputs=has_inputs)
 
     def _reserve_early(self, slots: SlotArray) -> NDArray[np.int32]:
         """Frames for the first of these slots, before the step that fills them."""
         frames = self._store.reserve_frames(slots, wait=False, spare_contexts=True)
         self._reclaim(slots[: len(frames)])
         return frames
+
+    def _reserve_rows(self, slots: SlotArray) -> SummaryRows | None:
+        """Rows for what selectors must know of these slots."""
+        return None if self._paged is None else self._paged.store.summary_rows(slots)
 
     def end(
         self,
@@ -102,7 +103,7 @@ class Saves:
                 self._store.abandon(save.slots[early & lost])
                 _skip(save.part(lost), report)
             kept = save.slots[early & ~lost]
-            self._keep(kept, _NO_TAILS, commit, len(kept))
+            self._keep(kept, commit, len(kept))
             self._copy(save.part(~(early | lost)), commit, x_slots, report)
         x_cache = None if self._paged is None else self._paged.x_cache
         if x_slots and x_cache is not None:
@@ -120,23 +121,23 @@ class Saves:
         ``x_slots`` get X."""
         done = 0
         store, paged = self._store, self._paged
-        at_once = len(self._tails) or len(save.slots)
         while done < len(save.slots):
-            wanted = save.slots[done : done + at_once]
+            wanted = save.slots[done:]
             frames = store.reserve_frames(wanted, wait=paged is not None)
             if len(frames) == 0:
                 break
             part = slice(done, done + len(frames))
             as_x = _among(save.slots[part], x_slots)
             self._reclaim(wanted[: len(frames)])
-            tails = self._tails[: len(frames)]
             blocks, index = save.block_ids[part], save.index[part]
             if paged is not None and paged.x_cache is not None and as_x.any():
                 of_x = [x_slots[slot] for slot in save.slots[part][as_x].tolist()]
                 paged.x_cache.save(of_x, frames[as_x], paged.store.frames)
             if not as_x.all():
-                self._port.save(blocks[~as_x], frames[~as_x], tails, index[~as_x])
-            self._keep(save.slots[part], tails, commit, int(np.count_nonzero(~as_x)))
+                rows = self._reserve_rows(save.slots[part][~as_x])
+                leaving = LeavingBlocks(blocks[~as_x], frames[~as_x], rows, index[~as_x])
+                self._port.save(leaving)
+            self._keep(save.slots[part], commit, int(np.count_nonzero(~as_x)))
             done += len(frames)
         if done < len(save.slots):
             _skip(save.part(np.arange(len(save.slots)) >= done), report)
@@ -147,18 +148,15 @@ class Saves:
         if self._paged is not None and self._paged.offloader is not None:
             self._paged.offloader.reclaim(slots)
 
-    def _keep(
-        self, slots: SlotArray, tails: NDArray[np.uint64], commit: Flush, with_kv: int
-    ) -> None:
-        """Commit slots whose frames are filled, ``with_kv`` of them by K and V, and whose tails, if
-        they have any."""
+    def _keep(self, slots: SlotArray, commit: Flush, with_kv: int) -> None:
+        """Commit slots whose frames and rows are filled, ``with_kv`` of them by K and V."""
         if not len(slots):
             return
         if self._paged is not None and self._paged.offloader is not None:
             nbytes = with_kv * self._geometry.kv_pages * self._geometry.payload_bytes
             self._paged.offloader.count_stored(nbytes)
         if self._paged is not None:
-            self._paged.store.filled(slots, tails)
+            self._paged.store.filled(slots)
         self._commit(commit, _among(commit.slots, slots.tolist()))
 
     def _commit(self, commit: Flush, which: NDArray[np.bool_]) -> None:

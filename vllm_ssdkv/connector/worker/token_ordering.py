@@ -42,7 +42,8 @@ class TokenOrdering:
         self._sinks = max(1, -(-sink_tokens // layout.page_tokens))
         self.by_co_activation = by_co_activation
         self._wanted: NDArray[np.int64] = np.zeros(0, np.int64)
-        self._rows: dict[tuple[int, int], torch.Tensor] = {}
+        self._rows: dict[int, dict[int, torch.Tensor]] = {}
+        """Rows of likeness by layer and HBM block."""
 
     def begin(self, block_ids: NDArray[np.int64]) -> None:
         """A step begins that completes these HBM blocks, [n]."""
@@ -58,6 +59,7 @@ class TokenOrdering:
         """
         if not (self.by_co_activation and len(self._wanted) and self._layers[layer]):
             return
+        seen = self._rows[layer] = {}
         begin, end = np.asarray(rows.window.block_begin), np.asarray(rows.window.block_end)
         for r in np.flatnonzero(rows.query_count > 1).tolist():
             ids = rows.window_ids[begin[r] : end[r]]
@@ -66,7 +68,7 @@ class TokenOrdering:
             last = int(rows.query_begin[r] + rows.query_count[r])
             first = int(rows.first_position[r] + rows.query_count[r]) - count
             for at in np.flatnonzero(np.isin(ids, self._wanted)).tolist():
-                self._rows[layer, int(ids[at])] = co_activation_rows(
+                seen[int(ids[at])] = co_activation_rows(
                     query[last - count : last],
                     cache[ids[at]],
                     self._layout,
@@ -75,15 +77,20 @@ class TokenOrdering:
                     scale,
                 )
 
-    def order(self, block_ids: NDArray[np.int64], index: NDArray[np.int64]) -> TokenOrder:
-        """Order of blocks, [n], by their place in their contexts, [n]; -1: one keeps its order."""
+    def order(
+        self, block_ids: NDArray[np.int64], index: NDArray[np.int64], layers: range
+    ) -> TokenOrder:
+        """Order of some layers of blocks, [n], by their place in their contexts, [n]; -1: one keeps
+        its order. Layers that :meth:`observe` is done with may be asked for by any thread."""
         groups = self._layout.groups
         kept = np.clip(self._sinks - index * groups, 0, groups)
         kept[index < 0] = groups
         place = {block: i for i, block in enumerate(block_ids.tolist())}
         features = {
-            (layer, place[block]): rows
-            for (layer, block), rows in self._rows.items()
+            (layer - layers.start, place[block]): rows
+            for layer in layers
+            for block, rows in self._rows.get(layer, {}).items()
             if block in place
         }
-        return TokenOrder(self._layers, kept.astype(np.int32), features)
+        ordered = self._layers[layers.start : layers.stop]
+        return TokenOrder(ordered, kept.astype(np.int32), features)

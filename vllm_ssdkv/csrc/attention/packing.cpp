@@ -57,31 +57,38 @@ class Packer {
     } else if (target != nullptr) {
       copy_run({payload_, layout.page_stride, p_.page_bytes, true}, from, target, groups_);
     }
-    if (p_.record == PageRecord::kCodes) {
-      std::byte* const made_codes = scratch + encode_scratch(layout);
-      kernels_.encode(made, p_.codes, from, scratch, made_codes);
-      const std::int64_t begin = (layer * layout.kv_heads + head) * p_.codes.bytes;
-      put(tail, 0, begin, made_codes, p_.codes.bytes);
-    } else if (p_.channel_pages == 0) {
-      for (std::int64_t g = 0; g < groups_; ++g) {
-        kernels_.page_record(made, p_.record, from + g * made.page_stride,
-                             record(tail, place + layer * sums_per_layer() + g));
-      }
-      if (p_.value_sums) {
-        const std::int64_t first = (layer + 1) * layout.kv_heads * groups_;
-        write_sum(made, from, record(tail, first + layer * layout.kv_heads + head));
-      }
-    } else {
-      pack_channels(made, layer, head, from, tail, scratch);
-    }
-    if (head + 1 < layout.kv_heads) return;
-    const std::int64_t pages = first_channel_page(layer);
-    clear(tail, pages, layout.kv_heads * channel_bytes_, p_.channel_pages * payload_);
+    if (tail == nullptr) return;
+    summarize(made, p_.first_layer + layer, head, from, tail, scratch);
+    if (p_.row || head + 1 < layout.kv_heads) return;
+    clear(tail, channels_of(layer), layout.kv_heads * channel_bytes_, p_.channel_pages * payload_);
     if (layer + 1 < p_.layers) return;
     clear(tail, 0, summary_bytes(), p_.summary_pages * payload_);
   }
 
  private:
+  // What selectors must know of a head's pages from `from` on. `layer` is its number in the slot.
+  void summarize(const PageLayout& layout, std::int64_t layer, std::int64_t head,
+                 const std::byte* from, std::byte* tail, std::byte* scratch) const {
+    const std::int64_t number = layer * layout.kv_heads + head;
+    if (p_.record == PageRecord::kCodes) {
+      std::byte* const made_codes = scratch + encode_scratch(layout);
+      kernels_.encode(layout, p_.codes, from, scratch, made_codes);
+      put(tail, 0, number * p_.codes.bytes, made_codes, p_.codes.bytes);
+    } else if (p_.channel_pages == 0) {
+      for (std::int64_t g = 0; g < groups_; ++g) {
+        kernels_.page_record(layout, p_.record, from + g * layout.page_stride,
+                             record(tail, number * groups_ + layer * sums_per_layer() + g));
+      }
+      if (p_.value_sums) {
+        const std::int64_t first = (layer + 1) * layout.kv_heads * groups_;
+        write_sum(layout, from, record(tail, first + number));
+      }
+    } else {
+      write_sum(layout, from, record(tail, number));
+      if (p_.channels >= 0) pack_channels(layout, channels_of(layer), head, from, tail, scratch);
+    }
+  }
+
   std::int64_t order_bytes() const {
     if (p_.ordered == nullptr) return 0;
     const std::int64_t tokens = p_.layout.block_tokens;
@@ -97,13 +104,13 @@ class Packer {
     if (p_.record == PageRecord::kCodes) return p_.layers * p_.layout.kv_heads * p_.codes.bytes;
     return records() * record_;
   }
-  std::int64_t first_channel_page(std::int64_t layer) const {
-    return p_.summary_pages + layer * p_.channel_pages;
+  std::int64_t channels_of(std::int64_t layer) const {
+    return p_.channels + layer * p_.channel_step;
   }
 
-  // Where the stretch of bytes that begins with a page has its byte number `offset`.
-  std::byte* byte(std::byte* tail, std::int64_t page, std::int64_t offset) const {
-    return tail + (page + offset / payload_) * p_.page_bytes + offset % payload_;
+  // Where the stretch of bytes that begins at byte `first` has its byte number `offset`.
+  std::byte* byte(std::byte* tail, std::int64_t first, std::int64_t offset) const {
+    return tail + first + offset / payload_ * p_.tail_stride + offset % payload_;
   }
   std::byte* record(std::byte* tail, std::int64_t number) const {
     return byte(tail, 0, number * record_);
@@ -111,26 +118,26 @@ class Packer {
 
   // Calls piece(address, offset, bytes) for each piece of [begin, end) of such a stretch.
   template <typename Piece>
-  void for_pieces(std::byte* tail, std::int64_t page, std::int64_t begin, std::int64_t end,
+  void for_pieces(std::byte* tail, std::int64_t first, std::int64_t begin, std::int64_t end,
                   const Piece& piece) const {
     while (begin < end) {
       const std::int64_t bytes = std::min(end - begin, payload_ - begin % payload_);
-      piece(byte(tail, page, begin), begin, bytes);
+      piece(byte(tail, first, begin), begin, bytes);
       begin += bytes;
     }
   }
 
-  // Puts `bytes` at `begin` of the stretch that begins with a page.
-  void put(std::byte* tail, std::int64_t page, std::int64_t begin, const std::byte* from,
+  // Puts `bytes` at `begin` of the stretch that begins at byte `first`.
+  void put(std::byte* tail, std::int64_t first, std::int64_t begin, const std::byte* from,
            std::int64_t bytes) const {
-    for_pieces(tail, page, begin, begin + bytes,
+    for_pieces(tail, first, begin, begin + bytes,
                [&](std::byte* piece, std::int64_t offset, std::int64_t size) {
                  std::memcpy(piece, from + (offset - begin), count(size));
                });
   }
 
-  void clear(std::byte* tail, std::int64_t page, std::int64_t begin, std::int64_t end) const {
-    for_pieces(tail, page, begin, end, [](std::byte* to, std::int64_t, std::int64_t bytes) {
+  void clear(std::byte* tail, std::int64_t first, std::int64_t begin, std::int64_t end) const {
+    for_pieces(tail, first, begin, end, [](std::byte* to, std::int64_t, std::int64_t bytes) {
       std::memset(to, 0, count(bytes));
     });
   }
@@ -178,16 +185,13 @@ class Packer {
     std::memset(to + floats, 0, count(record_ - floats));
   }
 
-  void pack_channels(const PageLayout& layout, std::int64_t layer, std::int64_t head,
+  void pack_channels(const PageLayout& layout, std::int64_t first, std::int64_t head,
                      const std::byte* from, std::byte* tail, std::byte* scratch) const {
-    const std::int64_t heads = p_.layout.kv_heads;
-    write_sum(layout, from, record(tail, layer * heads + head));
-    const std::int64_t page = first_channel_page(layer);
     const std::int64_t begin = head * channel_bytes_;
-    const bool whole = p_.page_bytes == payload_ || begin % payload_ + channel_bytes_ <= payload_;
-    std::byte* const to = whole ? byte(tail, page, begin) : scratch;
+    const bool whole = p_.tail_stride == payload_ || begin % payload_ + channel_bytes_ <= payload_;
+    std::byte* const to = whole ? byte(tail, first, begin) : scratch;
     kernels_.channels(layout, from, to);
-    if (!whole) put(tail, page, begin, scratch, channel_bytes_);
+    if (!whole) put(tail, first, begin, scratch, channel_bytes_);
   }
 
   const Packing& p_;

@@ -145,20 +145,13 @@ struct Order {
   }
 };
 
-void py_pack_summarized(Vector<std::uint64_t> source, std::optional<Vector<std::uint64_t>> pages,
-                        Vector<std::uint64_t> tail, const SlotTails& tails, std::int64_t threads,
-                        const Order* order) {
-  check_threads(threads);
-  const std::int64_t blocks = extent(tail.shape(0));
-  require(!pages || extent(pages->shape(0)) == blocks, "pages and tail differ in slots");
-  require(extent(source.shape(0)) == tails.layers * blocks, "source must be [layers * slots]");
-  if (blocks == 0) return;
+// What every way of packing needs.
+Packing packing_of(const Vector<std::uint64_t>& source, const Vector<std::uint64_t>& tail,
+                   const SlotTails& tails) {
   Packing p{};
   p.layout = tails.shape;
-  p.layers = tails.layers;
-  p.blocks = blocks;
+  p.blocks = extent(tail.shape(0));
   p.source = source.data();
-  p.pages = pages ? pages->data() : nullptr;
   p.tail = tail.data();
   p.page_bytes = tails.page_bytes;
   p.summary_pages = tails.summary_pages;
@@ -168,6 +161,41 @@ void py_pack_summarized(Vector<std::uint64_t> source, std::optional<Vector<std::
                                    : PageRecord::kBounds;
   p.codes = tails.codes;
   p.value_sums = tails.value_sums;
+  return p;
+}
+
+void py_make_tails(const Vector<std::uint64_t>& source, const Vector<std::uint64_t>& tail,
+                   const SlotTails& tails, std::int64_t threads) {
+  check_threads(threads);
+  Packing p = packing_of(source, tail, tails);
+  require(extent(source.shape(0)) == tails.layers * p.blocks, "source must be [layers * slots]");
+  if (p.blocks == 0) return;
+  p.layers = tails.layers;
+  p.tail_stride = p.page_bytes;
+  p.channels = p.summary_pages * p.page_bytes;
+  p.channel_step = p.channel_pages * p.page_bytes;
+  const Unlocked unlocked;
+  pack_summarized(p, threads);
+}
+
+void py_pack_summarized(const Vector<std::uint64_t>& source, const Vector<std::uint64_t>& pages,
+                        const Vector<std::uint64_t>& rows, const SlotTails& tails,
+                        std::int64_t first_layer, std::int64_t channels, std::int64_t threads,
+                        const Order* order) {
+  check_threads(threads);
+  Packing p = packing_of(source, rows, tails);
+  require(extent(pages.shape(0)) == p.blocks, "pages and rows differ in slots");
+  if (p.blocks == 0) return;
+  p.layers = extent(source.shape(0)) / p.blocks;
+  p.first_layer = first_layer;
+  require(p.layers > 0 && p.layers * p.blocks == extent(source.shape(0)) && first_layer >= 0 &&
+              first_layer + p.layers <= tails.layers,
+          "source must be [layers * slots], of layers of a slot");
+  p.pages = pages.data();
+  p.row = true;
+  p.tail_stride = tails.shape.payload();
+  p.channels = channels;
+  p.channel_step = tails.shape.kv_heads * tails.shape.groups() * tails.shape.payload() / 2;
   if (order != nullptr) {
     tails.shape.check_wide();
     order->set(p);
@@ -516,14 +544,22 @@ Tokens of layers that are ``ordered [L]`` go into their pages by likeness, but f
                     const std::optional<Vector<std::uint64_t>>&, std::int64_t>(),
            nb::arg("ordered").noconvert(), nb::arg("kept").noconvert(),
            nb::arg("features").noconvert().none(), nb::arg("feature_width"));
-  module.def("pack_summarized", &py_pack_summarized, nb::arg("source").noconvert(),
-             nb::arg("pages").noconvert().none(), nb::arg("tail").noconvert(), nb::arg("tails"),
-             nb::arg("threads"), nb::arg("order") = nb::none(),
-             R"(Copy n blocks of L layers to slots, and make what selectors must know of them.
+  module.def("make_tails", &py_make_tails, nb::arg("source").noconvert(),
+             nb::arg("tail").noconvert(), nb::arg("tails"), nb::arg("threads"),
+             R"(Make the tails of n slots.
 
-``source [L * n]``: addresses of each layer's part of each block. ``pages [n]``: addresses of the
-slots' first pages of K and V, None to make tails only; ``tail [n]``: those of their tails' first
-pages.)");
+``source [L * n]``: addresses of each layer's part of each block; ``tail [n]``: those of the tails'
+first pages.)");
+  module.def("pack_summarized", &py_pack_summarized, nb::arg("source").noconvert(),
+             nb::arg("pages").noconvert(), nb::arg("rows").noconvert(), nb::arg("tails"),
+             nb::arg("first_layer"), nb::arg("channels"), nb::arg("threads"),
+             nb::arg("order") = nb::none(),
+             R"(Copy layers of n blocks to slots, and make what selectors must know of them.
+
+``source [l * n]``: addresses of each block's part of l layers, from ``first_layer`` on. ``pages
+[n]``: addresses of these layers' first pages of K and V in slots. ``rows [n]``: addresses of rows
+of a table of summaries, 0 for none, whose byte ``channels`` begins channel-major K; -1: they have
+none.)");
   nb::class_<Contexts>(module, "Contexts",
                        R"(Contexts and windows of rows, for every layer of a step.
 

@@ -291,13 +291,21 @@ class Rows:
 
 
 def on_device(values: IntArray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``values`` as a contiguous tensor of ``dtype`` on ``device``; no copy if it is one."""
+    """``values`` as a contiguous tensor of ``dtype`` on ``device``; no copy if it is one.
+
+    Values of the host are sent through pinned memory, and not waited for.
+    """
     if isinstance(values, torch.Tensor):
-        return values.to(device=device, dtype=dtype).contiguous()
-    array = np.ascontiguousarray(values)
-    if array.dtype.kind == "u" and array.dtype.itemsize == 8:
-        array = array.view(np.int64)  # torch knows one of numpy's two uint64, native code has both
-    return torch.as_tensor(array).to(device=device, dtype=dtype)
+        tensor = values
+    else:
+        array = np.ascontiguousarray(values)
+        if array.dtype.kind == "u" and array.dtype.itemsize == 8:
+            array = array.view(np.int64)  # torch knows one of numpy's two uint64, native code both
+        tensor = torch.as_tensor(array)
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        pinned = tensor.to(dtype).contiguous().pin_memory()
+        return pinned.to(device, non_blocking=True)
+    return tensor.to(device=device, dtype=dtype).contiguous()
 
 
 def on_host(values: IntArray, dtype: type[_Number]) -> NDArray[_Number]:

@@ -19,10 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
-from vllm_ssdkv.store.format.slot_geometry import SlotGeometry, round_up
+from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.memory.device_memory import DeviceMemory
-from vllm_ssdkv.store.memory.summary_rows import ROW_ALIGN, channel_bytes, row_bytes, summary_bytes
+from vllm_ssdkv.store.memory.summary_rows import (
+    SummaryRows,
+    channel_bytes,
+    channels_offset,
+    row_bytes,
+    summary_bytes,
+)
 
 NO_ROW = -1
 
@@ -63,7 +69,7 @@ class SummaryTable:
         self._row_bytes = row_bytes(geometry, page_tokens, channels=channels)
         self.layer_bytes = summary_bytes(geometry, page_tokens) // geometry.layers
         """Bytes from a layer's records in a row to those of the next layer."""
-        self._channels = round_up(summary_bytes(geometry, page_tokens), ROW_ALIGN)
+        self._channels = channels_offset(geometry, page_tokens)
         """Where channel-major K begins in a row."""
         self._channel_bytes = channel_bytes(geometry)
         self._base = arena.address + offset
@@ -98,6 +104,8 @@ class SummaryTable:
         self._lock = threading.Lock()
         self.rows = rows
         self._row_of = np.full(slots, NO_ROW, dtype=np.int32)
+        self._reserved = np.full(slots, NO_ROW, dtype=np.int32)
+        """Rows that are being written, pinned, by the slot that they are for."""
         self._slot_of = np.full(rows, -1, dtype=np.int64)
         self._pins = np.zeros(rows, dtype=np.int32)
         self._closed = np.zeros(rows, dtype=np.bool_)
@@ -125,6 +133,44 @@ class SummaryTable:
         self.pages = np.arange(self._geometry.kv_pages, self._geometry.pages, dtype=np.int64)
         self._device = memory
 
+    def reserve(self, slots: NDArray[np.int64]) -> SummaryRows:
+        """Rows for the caller to write the summaries of distinct slots [n] to, as far as there is
+        room. They are found after :meth:`keep`; :meth:`forget` ends that, too."""
+        with self._lock:
+            self._clock += 1
+            self._release(slots)
+            rows = self._oldest(len(slots)).astype(np.int32)
+            self._disown(rows)
+            self._pins[rows] += 1
+            self._reserved[slots[: len(rows)]] = rows
+        address = np.zeros(len(slots), dtype=np.uint64)
+        of = self._device_address if self._records_on_device else self._address
+        address[: len(rows)] = of(rows)
+        return SummaryRows(address, self._channels if self.holds_channels else -1)
+
+    def keep(self, slots: NDArray[np.int64]) -> None:
+        """The reserved rows of these slots are written."""
+        with self._lock:
+            slots = slots[self._reserved[slots] != NO_ROW]
+            rows = self._reserved[slots]
+            self._drop_rows(slots)
+            self._release(slots)
+            self._row_of[slots], self._slot_of[rows], self._used[rows] = rows, slots, self._clock
+
+    def _release(self, slots: NDArray[np.int64]) -> None:
+        """Give back what is reserved for these slots. Lock held."""
+        rows = self._reserved[slots]
+        rows = rows[rows != NO_ROW]
+        self._pins[rows] -= 1
+        self._used[rows] = 0
+        self._reserved[slots] = NO_ROW
+
+    def _disown(self, rows: NDArray[np.int32] | NDArray[np.intp]) -> None:
+        """Forget what these rows hold. Lock held."""
+        before = self._slot_of[rows]
+        self._row_of[before[before >= 0]] = NO_ROW
+        self._slot_of[rows] = -1
+
     def put(self, slots: NDArray[np.int64], pages: NDArray[np.uint64]) -> None:
         """Take in the summaries of distinct slots [n] from the absolute addresses of their
         :attr:`pages`, [n, pages]. Those for which there is no room are left out."""
@@ -145,8 +191,7 @@ class SummaryTable:
         self._used[rows[rows != NO_ROW]] = self._clock = self._clock + 1
         free = self._oldest(len(new))
         new = new[: len(free)]
-        before = self._slot_of[free]
-        self._row_of[before[before >= 0]] = NO_ROW
+        self._disown(free)
         self._slot_of[free] = slots[new]
         self._row_of[slots[new]] = free
         self._used[free] = self._clock
@@ -227,11 +272,16 @@ class SummaryTable:
     def forget(self, slots: NDArray[np.int64]) -> None:
         """The content of these slots changes."""
         with self._lock:
-            rows = self._row_of[slots]
-            rows = rows[rows != NO_ROW]
-            self._slot_of[rows] = -1
-            self._used[rows] = 0
-            self._row_of[slots] = NO_ROW
+            self._release(slots)
+            self._drop_rows(slots)
+
+    def _drop_rows(self, slots: NDArray[np.int64]) -> None:
+        """Lock held."""
+        rows = self._row_of[slots]
+        rows = rows[rows != NO_ROW]
+        self._slot_of[rows] = -1
+        self._used[rows] = 0
+        self._row_of[slots] = NO_ROW
 
     # ---- lending their memory ----
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from vllm_ssdkv.store.format.slot_geometry import PageRecord, SlotGeometry, round_up
 
@@ -13,6 +16,19 @@ ChannelTier = Literal["dram", "ssd"]
 
 ROW_ALIGN = 64
 """Bytes, of which a row is a multiple."""
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryRows:
+    """Rows of a table of summaries that are being written.
+
+    Attributes:
+        address: Absolute address of each row, uint64 [n], which kernels reach; 0: there is none.
+        channels: Byte of a row at which channel-major K begins, layer by layer; -1: rows have none.
+    """
+
+    address: NDArray[np.uint64]
+    channels: int = -1
 
 
 def with_summaries(
@@ -82,6 +98,11 @@ def channel_bytes(geometry: SlotGeometry) -> int:
     return geometry.pages_per_layer * geometry.payload_bytes // 2
 
 
+def channels_offset(geometry: SlotGeometry, page_tokens: int) -> int:
+    """Byte of a row of a table at which channel-major K begins, if it is kept there."""
+    return round_up(summary_bytes(geometry, page_tokens), ROW_ALIGN)
+
+
 def only_kernels_read(geometry: SlotGeometry) -> bool:
     """Check whether the host needs nothing of the summaries: no sum of V, which it adds up."""
     records_only = geometry.summary_pages > 0 and not geometry.channel_pages
@@ -95,5 +116,5 @@ def device_row_bytes(geometry: SlotGeometry) -> int:
 
 def row_bytes(geometry: SlotGeometry, page_tokens: int, *, channels: bool) -> int:
     """Bytes that one slot takes in a table, which holds the slot's ``channels``, or does not."""
-    size = round_up(summary_bytes(geometry, page_tokens), ROW_ALIGN)
+    size = channels_offset(geometry, page_tokens)
     return size + channels * round_up(geometry.layers * channel_bytes(geometry), ROW_ALIGN)
