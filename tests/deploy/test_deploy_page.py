@@ -71,15 +71,3 @@ def test_the_table_of_verbs_has_each_once() -> None:
     section = TEXT.partition("\n## Container verbs\n")[2].partition("\n## ")[0]
     verbs = re.findall(r"^\| (\w+)[^|]* \|", section, re.MULTILINE)[1:]
     assert {"create", "start", "stop", "restart", "kill", "logs", "rm"} <= set(verbs)
-
-
-def test_every_cell_of_the_comparison_has_a_source() -> None:
-    section = TEXT.partition("\n## Compared with others\n")[2].partition("\n## ")[0]
-    table, _, sources = section.partition("### Sources")
-    numbers = {int(n) for n in re.findall(r"^(\d+)\. ", sources, re.MULTILINE)}
-    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| ")]
-    cells = [cell.strip() for row in rows[1:] for cell in row[1:]]
-    assert len(cells) % 4 == 0
-    assert [c for c in cells if c != "not found" and not re.search(r"\[\d+\]", c)] == []
-    used = {int(n) for cell in cells for n in re.findall(r"\[(\d+)\]", cell)}
-    assert used == numbers
