@@ -1,4 +1,4 @@
-"""Effects of container runtimes' verbs on a node: docs/shared-cache.md has the table.
+"""Effects of container runtimes' verbs on a node: docs/shared-cache.md names them.
 
 The start-up path of the image is run in a root file system made for the test, and in one built from
 the Containerfile in `make soak`.

@@ -1,4 +1,4 @@
-"""``docs/shared-cache.md``: its pools and commands are valid, and the table of verbs is whole."""
+"""``docs/shared-cache.md``: its pools and commands are valid."""
 
 from __future__ import annotations
 
@@ -65,9 +65,3 @@ def test_engines_of_the_page_have_valid_options() -> None:
             {name: json.loads(v) if v[0] == "[" else v for name, v in options.items()}
         )
         assert len(config.nodes) == 1
-
-
-def test_the_table_of_verbs_has_each_once() -> None:
-    section = TEXT.partition("\n## Container verbs\n")[2].partition("\n## ")[0]
-    verbs = re.findall(r"^\| (\w+)[^|]* \|", section, re.MULTILINE)[1:]
-    assert {"create", "start", "stop", "restart", "kill", "logs", "rm"} <= set(verbs)
