@@ -447,9 +447,16 @@ def cover(
     token_mask: NDArray[numpy.uint8] | None,
     alpha: NDArray[numpy.float32],
     page_tokens: int,
+    column_tokens: int,
+    window_lse: NDArray[numpy.float32] | None,
     threads: int,
 ) -> None:
-    """Softmax mass of chosen pages and the window, per query head."""
+    """
+    Softmax mass of chosen pages and the window, per query head.
+
+    A page has ``page_tokens`` columns of ``logits``, each of which stands for ``column_tokens``.
+    ``window_lse [rows, q_heads]``: of windows that have no columns.
+    """
 
 def without(
     pages: NDArray[numpy.int32],
@@ -464,8 +471,41 @@ def compensate(
     token: NDArray[numpy.int64],
     alpha: NDArray[numpy.float32],
     mean: NDArray[numpy.float32],
+    sinks: NDArray[numpy.float32] | None,
 ) -> None:
-    """acc = alpha * acc + (1 - alpha) * l * mean for some tokens."""
+    """
+    acc = alpha * acc + (1 - alpha) * l * mean for some tokens.
+
+    With ``sinks [q_heads]``, logits of attention sinks that alpha leaves out, which are not missing.
+    """
+
+class ValueSums:
+    """
+    Sums of V of requests' tokens, by place.
+
+    ``blocks`` and ``rest [places, layers, kv_heads, head_size]`` are those of complete blocks, and of
+    the tokens behind them; ``tokens [places, layers]`` are in both. All three are written to.
+    """
+
+    def __init__(
+        self,
+        blocks: NDArray[numpy.float32],
+        rest: NDArray[numpy.float32],
+        tokens: NDArray[numpy.int64],
+        block_tokens: int,
+    ) -> None: ...
+    def add(
+        self,
+        layer: int,
+        places: NDArray[numpy.int64],
+        positions: NDArray[numpy.int64],
+        values: NDArray[numpy.float32],
+    ) -> NDArray[numpy.float32]:
+        """
+        Add ``values [n, kv_heads, head_size]`` of the tokens at ``positions [n]``.
+
+        The means over all tokens of the ``places [n]``, them included.
+        """
 
 def count_choice(
     mass: NDArray[numpy.float32], token_mask: NDArray[numpy.uint8] | None
@@ -514,6 +554,9 @@ class PageRecord(enum.Enum):
     CODES = 2
     """Each key in a few bits a channel."""
 
+    CHANNELS = 3
+    """All of it, channel-major."""
+
 class PlacedBlocks:
     """
     Rows over blocks that stay at their places for a whole step.
@@ -531,21 +574,29 @@ class ScoredPages:
     Choice of the pages of the largest weight.
 
     ``records [B]``: addresses of the blocks' records in layer 0, ``layer_bytes`` before those of the
-    next one. The first ``sinks`` pages are chosen, then the others, ``most [R]`` for each KV head; with
-    a mass that is ``wanted`` fewer, but ``least [R]``, where these and the window cover it.
+    next one; so many ``channels`` are looked at. The first ``sinks`` pages are chosen, then the others,
+    ``most [R]`` for each KV head; with a mass that is ``wanted`` fewer, but ``least [R]``, where these
+    and the window cover it. ``by_token``: tokens are chosen and counted, with the pages that hold them.
+    ``estimates``: what is not chosen counts as its mean V.
     """
 
     def __init__(
         self,
         record: PageRecord,
         code_bits: int,
+        channels: int,
         records: NDArray[numpy.uint64],
         layer_bytes: int,
         sinks: int,
         least: NDArray[numpy.int32],
         most: NDArray[numpy.int32],
         wanted: float,
+        by_token: bool,
+        estimates: bool,
     ) -> None: ...
+    @property
+    def estimates(self) -> bool:
+        """Whether what is not chosen counts as its mean V."""
 
 class ListedPages:
     """
@@ -571,15 +622,17 @@ class ChoosingRows:
     """
     Rows of one query each that choose pages of their contexts.
 
-    ``token`` and ``position [R]`` are those of the queries; ``frame [B]``: address of each block's
-    frame, 0 where it has none; ``slot [B]``: number of its slot, from 0; empty: no two blocks have the
-    same. Each row is in one of the ``groups``. Pages without a frame are looked up in the ``cache``, by
-    the slots of the store, ``stored [B]``; None: there are none.
+    ``window [R]``: numbers of their windows; ``token`` and ``position [R]`` are those of the queries;
+    ``frame [B]``: address of each block's frame, 0 where it has none; ``slot [B]``: number of its slot,
+    from 0; empty: no two blocks have the same. Each row is in one of the ``groups``. Pages without a
+    frame are looked up in the ``cache``, by the slots of the store, ``stored [B]``; None: there are
+    none. ``means`` has the sums of V of rows whose rest is estimated, at ``mean_place [R]``.
     """
 
     def __init__(
         self,
         contexts: Contexts,
+        window: NDArray[numpy.int64],
         token: NDArray[numpy.int32],
         position: NDArray[numpy.int64],
         frame: NDArray[numpy.uint64],
@@ -587,6 +640,8 @@ class ChoosingRows:
         groups: Sequence[ChoosingGroup],
         cache: vllm_ssdkv._io.PageCache | None,
         stored: NDArray[numpy.int64],
+        means: ValueSums | None,
+        mean_place: NDArray[numpy.int64] | None,
     ) -> None: ...
 
 class GuessedPages:
@@ -616,6 +671,10 @@ class ChoiceTotals:
         """Pages in them."""
 
     @property
+    def tokens(self) -> int:
+        """Tokens of these, that are attended to."""
+
+    @property
     def context(self) -> int:
         """Pages that there were to choose from."""
 
@@ -632,6 +691,10 @@ class ChoiceTotals:
     @property
     def unmet(self) -> int:
         """Lists without the mass that was wanted."""
+
+    @property
+    def channel_bytes(self) -> int:
+        """Bytes of K in the channels that were looked at."""
 
     @property
     def missing(self) -> float:
@@ -735,13 +798,14 @@ class StepPlan:
             NDArray[numpy.float32] | None,
             NDArray[numpy.float32] | None,
             NDArray[numpy.float32] | None,
+            NDArray[numpy.uint8] | None,
         ]
     ]:
         """
         What each group has chosen in the layer: pages, and edges of their lists.
 
-        Then, if pages have weights, the mass of each list and its window, weights of all pages, and masses
-        of the windows.
+        Then the mass of each list and its window, if there is an estimate; if pages have weights, these, of
+        all pages, and masses of the windows; if tokens were chosen, a mask of them.
         """
 
     def asked(
@@ -762,13 +826,15 @@ class StepPlan:
         position: NDArray[numpy.int64],
         begin: NDArray[numpy.int32],
         end: NDArray[numpy.int32],
+        token_mask: NDArray[numpy.uint8] | None,
         clock: AttentionClock,
     ) -> None:
         """
         Go on with a layer that has stopped: attend to some of the chosen pages.
 
-        ``address`` and ``position [P]``; ``begin`` and ``end [R * kv_heads]`` of the lists in these. The
-        call that brings the last ones ends the layer.
+        ``address`` and ``position [P]``; ``begin`` and ``end [R * kv_heads]`` of the lists in these;
+        ``token_mask [P, page_tokens]``, None: all tokens. The call that brings the last ones ends the
+        layer.
         """
 
     @property

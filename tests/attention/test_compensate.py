@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ssdkv import _kernels
-from vllm_ssdkv.attention.compensate import beside_sinks, compensate, mix_on_device
+from vllm_ssdkv.attention.compensate import compensate, mix_on_device
 from vllm_ssdkv.kernels.operands.block_layout import PartialState
 
 TOKENS = 6
+Mix = Callable[..., None]
 
 
 def state_of(heads: int, head_size: int) -> PartialState:
@@ -67,11 +70,12 @@ def test_the_native_call_stays_within_the_state() -> None:
     alpha, mean = np.zeros((1, 2), np.float32), np.zeros((1, 1, 4), np.float32)
     for token in (-1, TOKENS):
         with pytest.raises(ValueError, match="outside"):
-            _kernels.compensate(state.bound, np.array([token]), alpha, mean)
+            _kernels.compensate(state.bound, np.array([token]), alpha, mean, None)
 
 
+@pytest.mark.parametrize("mix", [compensate, mix_on_device])
 @pytest.mark.parametrize("logit", [-50.0, 0.0, 3.0, 30.0])
-def test_a_sink_is_no_token_that_is_missing(logit: float) -> None:
+def test_a_sink_is_no_token_that_is_missing(logit: float, mix: Mix) -> None:
     """Of 40 keys 10 are attended to, beside a sink. By their true masses."""
     draw = torch.Generator().manual_seed(1)
     logits = torch.randn(2, 40, generator=draw, dtype=torch.float64) * 2
@@ -90,9 +94,8 @@ def test_a_sink_is_no_token_that_is_missing(logit: float) -> None:
         (scaled.sum(1) + (sinks - top).exp())[None].float(),
         (scaled @ values[:10])[None].float(),
     )
-    row = torch.tensor([0])
-    share = beside_sinks((some / everything)[None].float(), state, row, sinks)
-    compensate(state, row, share, values.mean(0)[None, None].float())
+    share, mean = (some / everything)[None].float(), values.mean(0)[None, None].float()
+    mix(state, torch.tensor([0]), share, mean, sinks)
     torch.testing.assert_close(
         (state.acc / state.l[..., None])[0].double(), wanted, atol=1e-5, rtol=1e-5
     )

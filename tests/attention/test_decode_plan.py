@@ -25,7 +25,8 @@ from vllm_ssdkv.sparse.prefetch import Prefetcher
 CPU = torch.device("cpu")
 NATIVE = counter_key("context_steps_native")
 STEPS, VOCABULARY = 3, 128
-SELECTORS = ("exact", "window", "bounds", "spread", "codes", "adaptive")
+SELECTORS = ("exact", "window", "bounds", "spread", "codes", "sparf", "adaptive")
+SCORERS = ("bounds", "spread", "codes", "sparf")
 ASKED = st.one_of(
     st.none(),
     st.builds(RequestOptions, selector=st.sampled_from(("exact", "window", "adaptive"))),
@@ -55,6 +56,12 @@ class Case:
     dense_layers: int
     asked: tuple[RequestOptions | None, ...]
     """Options of each request."""
+    scorer: str
+    """Of `adaptive`."""
+    channels: int
+    granularity: str
+    estimate_rest: bool
+    """These three for scorers that have a use for them."""
 
     def model(self) -> torch.nn.Module:
         heads = self.kv_heads * self.group
@@ -74,6 +81,17 @@ class Case:
         )
         return make_model(config, CPU, self.dtype)
 
+    def scoring(self) -> dict[str, object]:
+        """Options of what scores pages or tokens."""
+        scorer, made = self.selector, dict[str, object]()
+        if scorer == "adaptive":
+            scorer = made["scorer"] = self.scorer
+        if scorer == "sparf":
+            made |= {"channels": self.channels, "granularity": self.granularity}
+        if scorer in {"sparf", "spread"}:
+            made["estimate_rest"] = self.estimate_rest
+        return made
+
     def options(self) -> SSDKVConfig:
         sparse = {
             "budget": self.budget,
@@ -82,6 +100,7 @@ class Case:
             "exact_below": 0,
             "sink_tokens": self.sinks,
             "dense_layers": self.dense_layers,
+            **self.scoring(),
         }
         chosen = {} if self.selector == "exact" else {"sparse": sparse}
         return SSDKVConfig.from_extra_config(
@@ -118,6 +137,10 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.sampled_from((0, 16, 40))),
         draw(st.integers(0, layers - 1)),
         tuple(draw(asked) for _ in prompts),
+        draw(st.sampled_from(SCORERS)),
+        draw(st.sampled_from((1, 5, 64))),
+        draw(st.sampled_from(("page", "token"))),
+        draw(st.booleans()),
     )
 
 

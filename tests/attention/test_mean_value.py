@@ -40,17 +40,21 @@ class Request:
 
     def mean(self, means: RunningMeanV, layer: int, position: int, blocks: int) -> torch.Tensor:
         """The mean at a position, with a context of so many blocks."""
-        last = position // BLOCK + 1
-        cache, at = self.caches[layer], np.array([position])
-        found = means.update(
-            select_page_kernels(CPU),
-            layer,
-            means.rows(["r"], at, [np.arange(blocks, last)]),
-            values_at(cache, self.layout, at // BLOCK, at % BLOCK),
-            cache,
-            lambda _: self.context(layer, blocks),
+        return self.means(means, layer, ["r"], position, blocks)[0]
+
+    def means(
+        self, means: RunningMeanV, layer: int, names: list[str], position: int, blocks: int
+    ) -> torch.Tensor:
+        """The same of requests of these names."""
+        cache, at = self.caches[layer], np.full(len(names), position)
+        window = np.arange(blocks, position // BLOCK + 1)
+        rows = means.rows(names, at)
+        kernels = select_page_kernels(CPU)
+        means.begin(
+            kernels, layer, rows, cache, lambda _: window, lambda _: self.context(layer, blocks)
         )
-        return found[0]
+        assert not means.behind(rows, [layer])
+        return means.add(layer, rows, values_at(cache, self.layout, at // BLOCK, at % BLOCK))
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -116,15 +120,7 @@ def test_many_requests_have_places_and_give_them_back(request_: Request) -> None
     means = RunningMeanV(LAYERS, request_.layout)
     for turn in range(3):
         names = [f"{turn}.{i}" for i in range(20)]
-        cache, at = request_.caches[0], np.full(20, 100)
-        found = means.update(
-            select_page_kernels(CPU),
-            0,
-            means.rows(names, at, [np.arange(4)] * 20),
-            values_at(cache, request_.layout, at // BLOCK, at % BLOCK),
-            cache,
-            lambda _: request_.context(0, 0),
-        )
+        found = request_.means(means, 0, names, 100, 0)
         wanted = request_.mean(RunningMeanV(LAYERS, request_.layout), 0, 100, 0)
         assert all(torch.equal(mean, wanted) for mean in found)
         for name in names:

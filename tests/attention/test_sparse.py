@@ -375,13 +375,20 @@ class Step:
     brought: int
 
 
+SINKS = torch.linspace(-1, 2, QUERY_HEADS)
+
+
 def python_step(
-    rows: Rows, chosen: SelectedContexts, selectors: dict[int, Selector], guesses: Prefetcher | None
+    rows: Rows,
+    chosen: SelectedContexts,
+    selectors: dict[int, Selector],
+    guesses: Prefetcher | None,
+    queries: list[torch.Tensor],
 ) -> Step:
     outs, totals = [], ChoiceCounts()
-    for layer in range(LAYERS):
+    for layer, query in enumerate(queries):
         out, decode = rows.attend(
-            chosen, Budget(share=1.0), layer, queries_of(layer), selectors, guesses=guesses
+            chosen, Budget(share=1.0), layer, query, selectors, guesses=guesses, sinks=SINKS
         )
         outs.append(out)
         for name in dataclasses.asdict(totals):
@@ -390,7 +397,11 @@ def python_step(
 
 
 def native_step(
-    rows: Rows, chosen: SelectedContexts, selectors: dict[int, Selector], guesses: Prefetcher | None
+    rows: Rows,
+    chosen: SelectedContexts,
+    selectors: dict[int, Selector],
+    guesses: Prefetcher | None,
+    queries: list[torch.Tensor],
 ) -> Step:
     names = [str(row) for row in range(len(LENGTHS))]
     decode = SparseDecode(
@@ -398,13 +409,13 @@ def native_step(
     )
     stream = rows.rig.store.stream(rows.contexts(), range(len(LENGTHS)))
     batch, clock = rows.batch(), AttentionClock()
-    plan = DecodePlan.of(batch, LAYOUT, SLOT, GEOMETRY, stream, decode, queries_of(0), clock)
+    plan = DecodePlan.of(batch, LAYOUT, SLOT, GEOMETRY, stream, decode, queries[0], clock)
     assert plan is not None
     outs = []
     with patch.object(SparseDecode, "bring", autospec=True, side_effect=SparseDecode.bring) as spy:
-        for layer in range(LAYERS):
+        for layer, query in enumerate(queries):
             out = torch.empty(len(LENGTHS), QUERY_HEADS, HEAD_SIZE)
-            plan.attend(layer, queries_of(layer), rows.caches[layer], out, SCALE)
+            plan.attend(layer, query, rows.caches[layer], out, SCALE, softmax=Softmax(SINKS))
             outs.append(out)
     plan.end()
     stream.close()
@@ -412,27 +423,43 @@ def native_step(
     return Step(outs, counts, chosen.poisoned, spy.call_count)
 
 
-@pytest.mark.parametrize("guessing", [False, True])
+def scorers(kind: str, budget: Budget) -> tuple[SlotGeometry, list[Any]]:
+    """Two that score pages of slots of the geometry, one for rows that choose by it alone."""
+    kernels = CpuScoringKernels()
+    if kind == "bounds":
+        return GEOMETRY, [BoundsSelector(budget, PAGE, kernels)] * 2
+    if kind == "spread":
+        rests = (False, True)
+        return SPREAD, [SpreadSelector(budget, PAGE, kernels, estimate_rest=one) for one in rests]
+    pages = SparfSelector(budget, 8, "page", PAGE, kernels)
+    tokens = SparfSelector(budget, 8, "token", PAGE, kernels, estimate_rest=True)
+    return CHANNELS, [pages, tokens] if kind == "pages" else [tokens, pages]
+
+
 @pytest.mark.parametrize("places", [16, 64, 256])
+@pytest.mark.parametrize(
+    ("kind", "guessing"),
+    [("bounds", False), ("bounds", True), ("spread", True), ("pages", True), ("tokens", True)],
+)
 def test_native_code_brings_what_python_does(
-    make_rows: Callable[..., Rows], monkeypatch: pytest.MonkeyPatch, places: int, guessing: bool
+    make_rows: Callable[..., Rows],
+    monkeypatch: pytest.MonkeyPatch,
+    places: int,
+    kind: str,
+    guessing: bool,
 ) -> None:
     """Bits, choices and counts: from frames, half from them, from the cache, by several turns where
-    it is small, from devices, and where a row is lost."""
+    it is small, from devices, where a row is lost, and where a query is not a number."""
     settle = PageFetcher._settle_ahead
     # What is read ahead is never late, and idle devices read three pages: time decides nothing.
     monkeypatch.setattr(PageFetcher, "_settle_ahead", lambda self, *, wait: settle(self, wait=True))
     monkeypatch.setattr(PrefetchBudget, "spare", lambda _, ahead: np.full_like(ahead, 3))
-    kernels = CpuScoringKernels()
-    bounds = BoundsSelector(Budget(share=0.6), PAGE, kernels)
-    selectors: dict[int, Selector] = {
-        0: bounds,
-        1: AdaptiveSelector(bounds, 0.9, 0.1, Budget(share=0.8), PAGE, kernels),
-        2: bounds,
-    }
+    geometry, (one, other) = scorers(kind, Budget(share=0.6))
+    adaptive = AdaptiveSelector(other, 0.9, 0.1, Budget(share=0.8), PAGE, CpuScoringKernels())
+    selectors: dict[int, Selector] = {0: one, 1: adaptive, 2: one}
     lives: list[list[Step]] = []
     for run in (python_step, native_step):
-        rows, guesses = make_rows(places), Prefetcher() if guessing else None
+        rows, guesses = make_rows(places, geometry), Prefetcher() if guessing else None
         slots = np.concatenate(rows.contexts())
         life = []
         for step in range(6):
@@ -444,12 +471,14 @@ def test_native_code_brings_what_python_does(
                 rows.rig.forget_pages(slots)
             if step == 5:
                 rows.rig.flip(int(rows.contexts()[2][0]), GEOMETRY.layer_offset(0) + 5)
-            chosen = choose(rows)
-            life.append(run(rows, chosen, selectors, guesses))
+            chosen, queries = choose(rows), [queries_of(layer) for layer in range(LAYERS)]
+            if step == 4:
+                queries[1][0] = torch.nan
+            life.append(run(rows, chosen, selectors, guesses, queries))
             chosen.close()
         lives.append(life)
     for python, native in zip(*lives, strict=True):
-        assert all(map(torch.equal, python.outs, native.outs))
+        np.testing.assert_array_equal(torch.stack(python.outs), torch.stack(native.outs))
         assert python.counts == native.counts
         assert python.lost == native.lost
     brought = [step.brought for step in lives[1]]
@@ -473,17 +502,18 @@ def test_a_layer_that_fails_keeps_no_place(
     selectors: dict[int, Selector] = dict.fromkeys(range(3), bounds)
     away(rows)
     chosen = choose(rows)
-    tables = chosen.tables
+    tables, queries = chosen.tables, [queries_of(layer) for layer in range(LAYERS)]
     assert tables is not None
     with monkeypatch.context() as patched:
         patched.setattr(SparseDecode, "bring", interrupted)
         with pytest.raises(InterruptedError):
-            native_step(rows, chosen, selectors, None)
+            native_step(rows, chosen, selectors, None, queries)
     gc.collect()  # a plan gives back what it has
     assert tables.taken() == tables.held() == 0
-    native = native_step(rows, chosen, selectors, None)
+    native = native_step(rows, chosen, selectors, None, queries)
     assert native.brought > 0
-    assert all(map(torch.equal, native.outs, python_step(rows, chosen, selectors, None).outs))
+    python = python_step(rows, chosen, selectors, None, queries)
+    assert all(map(torch.equal, native.outs, python.outs))
     chosen.close()
 
 

@@ -32,8 +32,8 @@ std::vector<float> numbers(Random& random, int64_t count) {
 
 // Some of the rows that choose.
 struct Group {
-  std::vector<int32_t> row, begin, most;
-  std::vector<int64_t> first_page{0};
+  std::vector<int32_t> row, begin, end, window, most;
+  std::vector<int64_t> first_page{0}, first_token{0};
   decode::ScoredPages scored{};
 
   decode::ChoosingGroup bound(const decode::ScoredPages& of_all) {
@@ -42,7 +42,10 @@ struct Group {
     return {static_cast<int64_t>(row.size()),
             row.data(),
             begin.data(),
+            end.data(),
+            window.data(),
             first_page.data(),
+            first_token.data(),
             &scored,
             nullptr};
   }
@@ -52,13 +55,15 @@ struct Group {
 struct Step {
   int64_t rows, kv_heads, query_heads, size, page_tokens, groups, slots, blocks_each;
   decode::StepPlan plan{};
+  bool by_channels, by_token, estimates;
   std::vector<std::vector<float>> slot, record;
-  std::vector<float> cache, query, out;
+  std::vector<float> cache, query, out, sum_blocks, sum_rest;
   std::vector<int32_t> token, ones, begin, end, slot_of, most;
-  std::vector<int64_t> position, newest, first_page{0};
+  std::vector<int64_t> position, newest, row_number, sum_tokens, first_page{0};
   std::vector<uint64_t> place, frame, records;
   std::vector<int64_t> block_position;
   decode::PlacedBlocks window{}, whole{}, none{};
+  attention::ValueSums sums{};
   decode::ChoosingRows choosing{};
   decode::ScoredPages scored{};
   Group alike[2];
@@ -83,14 +88,17 @@ Step::Step(Random& random)
       page_tokens(1 + static_cast<int64_t>(random(8))),
       groups(1 + static_cast<int64_t>(random(3))),
       slots(1 + static_cast<int64_t>(random(6))),
-      blocks_each(1 + static_cast<int64_t>(random(at(slots)))) {
+      blocks_each(1 + static_cast<int64_t>(random(at(slots)))),
+      by_channels(random(2) == 1),
+      by_token(by_channels && random(2) == 1),
+      estimates(by_channels && random(2) == 1) {
   const int64_t payload = 2 * page_tokens * size * 4, block_tokens = page_tokens * groups;
   plan.hbm = {block_tokens, page_tokens, payload, kv_heads, size, DType::kFloat32};
   plan.slot = {block_tokens, page_tokens, payload + kPadding, kv_heads, size, DType::kFloat32};
   plan.header_bytes = kHeader;
   plan.tokens = rows;
   const int64_t layer_bytes = kv_heads * groups * plan.slot.page_stride;
-  const int64_t record_bytes = kv_heads * groups * 2 * size * 4;
+  const int64_t record_bytes = kv_heads * (by_channels ? block_tokens : groups * 2) * size * 4;
   for (int64_t i = 0; i < slots; ++i) {
     // The padding of the last page is not there.
     slot.push_back(numbers(random, (kHeader + kLayers * layer_bytes - kPadding) / 4));
@@ -103,7 +111,7 @@ Step::Step(Random& random)
       attention::Summaries summaries{};
       summaries.layout = plan.slot;
       summaries.source = &from;
-      summaries.bounds = &to;
+      (by_channels ? summaries.channels : summaries.bounds) = &to;
       attention::summarize_blocks(summaries, 1, 1);
     }
   }
@@ -123,10 +131,14 @@ Step::Step(Random& random)
     place.push_back(static_cast<uint64_t>(row));
     newest.push_back(blocks_each * block_tokens);
     position.push_back(blocks_each * block_tokens);
-    most.push_back(static_cast<int32_t>(blocks_each * groups));
+    most.push_back(static_cast<int32_t>(blocks_each * (by_token ? block_tokens : groups)));
+    row_number.push_back(row);
     Group& group = alike[row % 2];
     group.row.push_back(static_cast<int32_t>(row));
     group.begin.push_back(begin.back());
+    group.end.push_back(end.back());
+    group.window.push_back(1);
+    group.first_token.push_back(group.first_token.back() + blocks_each * block_tokens + 1);
     group.most.push_back(most.back());
     group.first_page.push_back(group.first_page.back() + blocks_each * groups);
   }
@@ -141,17 +153,37 @@ Step::Step(Random& random)
            static_cast<int64_t>(frame.size()),
            frame.data(),
            block_position.data()};
-  scored = {attention::PageRecord::kBounds,
+  scored = {by_channels ? attention::PageRecord::kChannels : attention::PageRecord::kBounds,
             0,
+            by_channels ? 1 + static_cast<int64_t>(random(at(size))) : 0,
             records.data(),
             record_bytes,
             1,
             most.data(),
             most.data(),
-            0};
-  choosing = {rows,        token.data(), position.data(), begin.data(), first_page.data(),
-              whole.count, frame.data(), slot_of.data(),  slots,        {},
-              nullptr,     nullptr};
+            0,
+            by_token,
+            estimates};
+  sum_blocks.resize(at(rows * kLayers * kv_heads * size));
+  sum_rest.resize(sum_blocks.size());
+  sum_tokens.resize(at(rows * kLayers));
+  sums = {kLayers,         kv_heads,         size, block_tokens, sum_blocks.data(),
+          sum_rest.data(), sum_tokens.data()};
+  choosing = {rows,
+              row_number.data(),
+              token.data(),
+              position.data(),
+              begin.data(),
+              first_page.data(),
+              whole.count,
+              frame.data(),
+              slot_of.data(),
+              slots,
+              {},
+              nullptr,
+              nullptr,
+              estimates ? &sums : nullptr,
+              row_number.data()};
 }
 
 // Returns how many layers stopped.
@@ -172,6 +204,8 @@ int64_t Step::run(bool chooses, int64_t threads) {
   }
   plan.chooses.assign(kLayers, chooses ? 1 : 0);
   plan.totals = {};
+  std::fill(sum_rest.begin(), sum_rest.end(), 0.0F);
+  std::fill(sum_blocks.begin(), sum_blocks.end(), 0.0F);
   int64_t stopped = 0;
   const int64_t stride = query_heads * size * 4;
   attention::AttentionClock clock;
@@ -221,7 +255,7 @@ void Step::bring(const decode::LayerOperands& operands, attention::AttentionCloc
   for (size_t i = 0; i < work.outside.size(); ++i) address[at(work.outside[i])] = found.address[i];
   decode::resume(plan, operands,
                  {work.chosen.count, address.data(), work.position.data(), work.chosen.begin,
-                  work.chosen.begin + 1},
+                  work.chosen.begin + 1, work.chosen.token_mask},
                  clock);
   tables->release(asked.places);
 }
@@ -240,6 +274,11 @@ void all_pages_are_the_context(Random& random, int64_t threads) {
   check(totals.lists == step.rows * step.kv_heads * kLayers, "lists");
   check(totals.selected == pages && totals.context == pages, "pages chosen");
   check(totals.missing == 0, "nothing is missing");
+  check(totals.tokens == pages * step.page_tokens, "tokens chosen");
+  check((totals.channel_bytes > 0) == step.by_channels, "channels that were looked at");
+  for (const int64_t tokens : step.sum_tokens) {
+    check(tokens == (step.estimates ? step.position.front() + 1 : 0), "values that were added");
+  }
   const int64_t of_slot = step.groups * step.kv_heads * kLayers;
   check(totals.framed <= step.slots * of_slot && totals.framed >= step.blocks_each * of_slot,
         "pages of shared slots count once");

@@ -38,6 +38,7 @@ from vllm_ssdkv.profiling.decode_harness import stage
 from vllm_ssdkv.profiling.decode_harness.attention import attention_by
 from vllm_ssdkv.profiling.decode_harness.cells import (
     BY_BOUNDS,
+    BY_CHANNELS,
     BY_CODES,
     EXACT,
     SPARE_FRAMES,
@@ -543,6 +544,7 @@ def test_what_a_step_keeps_of_the_one_before_changes_no_bit(
         ("bounds", EXACT, 140),
         ("bounds", BY_BOUNDS[1], 210),
         *(("codes", case, 216) for case in BY_CODES),
+        ("sparf", BY_CHANNELS[0], 216),
     ],
     ids=lambda value: getattr(value, "name", value),
 )

@@ -13,6 +13,7 @@ def compensate(
     query_token: torch.Tensor,
     alpha: torch.Tensor,
     mean_value: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Mix rows' outputs with their mean V, in place: ``alpha * out + (1 - alpha) * mean_value``.
 
@@ -24,6 +25,8 @@ def compensate(
         query_token: The rows' tokens in it, int64 [R], none twice.
         alpha: Mass that the attended tokens have, float32 [R, q_heads].
         mean_value: Mean V of all of each row's tokens, float32 [R, kv_heads, head_size].
+        sinks: Logits of the attention sinks, [q_heads], that the state began with and ``alpha``
+            leaves out: a sink has no value that could be missing.
 
     Raises:
         ValueError: the shapes do not belong together.
@@ -36,10 +39,11 @@ def compensate(
             f"{len(query_token)} rows of {heads} query heads do not belong together"
         )
     if state.m.device.type != "cpu":
-        mix_on_device(state, query_token, alpha, mean_value)
+        mix_on_device(state, query_token, alpha, mean_value, sinks)
         return
-    values = (v.contiguous().numpy() for v in (query_token, alpha, mean_value))
-    _kernels.compensate(state.bound, *values)
+    token, share, mean = (v.contiguous().numpy() for v in (query_token, alpha, mean_value))
+    logits = None if sinks is None else sinks.float().contiguous().numpy()
+    _kernels.compensate(state.bound, token, share, mean, logits)
 
 
 def mix_on_device(
@@ -47,26 +51,15 @@ def mix_on_device(
     query_token: torch.Tensor,
     alpha: torch.Tensor,
     mean_value: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """:func:`compensate` in torch's own operations, for GPUs. Checks nothing."""
-    mean = mean_value.repeat_interleave(alpha.shape[1] // mean_value.shape[1], dim=1)
-    rest = ((1 - alpha) * state.l[query_token])[..., None]
-    state.acc[query_token] = alpha[..., None] * state.acc[query_token] + rest * mean
-
-
-def beside_sinks(
-    alpha: torch.Tensor, state: PartialState, query_token: torch.Tensor, sinks: torch.Tensor
-) -> torch.Tensor:
-    """Mass of the attended tokens and the attention sink together, of which ``alpha`` [R, q_heads]
-    is the attended tokens' among all tokens: a sink has no value that could be missing.
-
-    Args:
-        alpha, query_token: As in :func:`compensate`.
-        state: It began with the sinks, and all attended keys are folded in.
-        sinks: Logits of the heads' sinks, [q_heads].
-    """
     total = state.l[query_token]
-    sink = torch.exp(sinks.to(total.device, torch.float32) - state.m[query_token])
-    attended = (total - sink).clamp(min=0)
-    everything = torch.where(attended > 0, attended / alpha, 0)
-    return total / (everything + sink)
+    if sinks is not None:
+        sink = torch.exp(sinks.to(total.device, torch.float32) - state.m[query_token])
+        attended = (total - sink).clamp(min=0)
+        everything = torch.where(attended > 0, attended / alpha, 0)
+        alpha = total / (everything + sink)
+    mean = mean_value.repeat_interleave(alpha.shape[1] // mean_value.shape[1], dim=1)
+    rest = ((1 - alpha) * total)[..., None]
+    state.acc[query_token] = alpha[..., None] * state.acc[query_token] + rest * mean

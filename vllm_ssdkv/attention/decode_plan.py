@@ -127,6 +127,8 @@ class DecodePlan:
             if decode.has_lost:
                 self._plan.choose(decode.choosing_rows(self._batch, query))
             room, guess = decode.contexts.settle_reads(), decode.guess(layer)
+        if decode is not None and decode.behind is not None:
+            decode.begin_means(layer, self._batch, cache)
         ended = self._plan.run_layer(
             layer,
             query,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_ssdkv import _kernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.paged import PageKernels
 
@@ -22,16 +23,10 @@ class MeanRows:
     Attributes:
         places: Where their sums are, int64 [S].
         position: Of their current tokens, int64 [S].
-        windows: HBM block ids of each one's window, that of the current token the last.
-        full: Places of those whose token completes a block.
-        tokens: With the current one, float32 [S, 1, 1].
     """
 
     places: NDArray[np.int64]
     position: NDArray[np.int64]
-    windows: Sequence[NDArray[np.int64]]
-    full: NDArray[np.int64]
-    tokens: Floats
 
 
 class RunningMeanV:
@@ -53,6 +48,9 @@ class RunningMeanV:
         """Sum over the tokens after them."""
         self._tokens = np.zeros((0, layers), dtype=np.int64)
         """Tokens in both; 0: nothing is known."""
+        self.sums = self._bind()
+        """The three of them, as native code adds to them; another one when :meth:`rows` has made
+        room for more requests."""
         self._place: dict[str, int] = {}
         self._free: list[int] = []
 
@@ -67,56 +65,51 @@ class RunningMeanV:
             self._tokens[place] = 0
             self._free.append(place)
 
-    def rows(
-        self,
-        requests: Sequence[str],
-        position: NDArray[np.int64],
-        windows: Sequence[NDArray[np.int64]],
-    ) -> MeanRows:
-        """Requests with these names, [S], for :meth:`update` of every layer of a step."""
-        places = np.array([self._place_of(request) for request in requests], dtype=np.int64)
-        full = places[(position + 1) % self._layout.block_tokens == 0]
-        tokens = (position + 1).astype(np.float32)[:, None, None]
-        return MeanRows(places, position, windows, full, tokens)
+    def rows(self, requests: Sequence[str], position: NDArray[np.int64]) -> MeanRows:
+        """Requests with these names, [S], for all layers of a step."""
+        return MeanRows(np.array([self._place_of(one) for one in requests], np.int64), position)
 
-    def update(
+    def behind(self, rows: MeanRows, layers: Sequence[int]) -> bool:
+        """Check whether :meth:`begin` has anything to do in any of these layers."""
+        known = self._tokens[rows.places][:, layers]
+        return not np.array_equal(known, np.broadcast_to(rows.position[:, None], known.shape))
+
+    def begin(
         self,
         kernels: PageKernels,
         layer: int,
         rows: MeanRows,
-        newest: torch.Tensor,
         cache: torch.Tensor,
+        window: Callable[[int], NDArray[np.int64]],
         context: Callable[[int], Floats],
-    ) -> torch.Tensor:
-        """Add the current token of S requests; the mean over all their tokens, it included.
+    ) -> None:
+        """Put the sums before the current tokens of S requests together, as far as they are not
+        known.
 
         Args:
             kernels: Of the device that the cache lies on.
             layer: From 0.
             rows: The requests.
-            newest: V of their current tokens, [S, kv_heads, head_size], as the cache has it.
             cache: The layer's blocks in HBM, [num_blocks, ...].
-            context: Sums of V of the blocks before the window of request i of these, in order,
-                [blocks, kv_heads, head_size].
-
-        Returns:
-            float32 [S, kv_heads, head_size], on the host. V of the newest tokens comes there from a
-            GPU, too: it is little, and added in the same order everywhere.
+            window: HBM block ids of the window of request i of these, that of its token the last.
+            context: Sums of V of the blocks before this window, in order, [blocks, kv_heads,
+                head_size].
         """
-        places = rows.places
-        known = self._tokens[places, layer]
+        known = self._tokens[rows.places, layer]
         if not np.array_equal(known, rows.position):
             for i in np.flatnonzero(known != rows.position).tolist():
                 at = int(rows.position[i])
-                self._begin(kernels, layer, int(places[i]), at, cache, rows.windows[i], context(i))
-        rest = self._rest[places, layer] + newest.float().cpu().numpy()
-        self._rest[places, layer] = rest
-        total = self._blocks[places, layer] + rest
-        if len(rows.full):
-            self._blocks[rows.full, layer] += self._rest[rows.full, layer]
-            self._rest[rows.full, layer] = 0
-        self._tokens[places, layer] = rows.position + 1
-        return torch.from_numpy(total / rows.tokens)
+                self._begin(kernels, layer, int(rows.places[i]), at, cache, window(i), context(i))
+
+    def add(self, layer: int, rows: MeanRows, newest: torch.Tensor) -> torch.Tensor:
+        """Add V of the current tokens, [S, kv_heads, head_size], as the cache has it; the mean over
+        all tokens, them included, float32 likewise, on the host. V of the newest tokens comes there
+        from a GPU, too: it is little, and added in the same order everywhere."""
+        values = newest.float().cpu().contiguous().numpy()
+        return torch.from_numpy(self.sums.add(layer, rows.places, rows.position, values))
+
+    def _bind(self) -> _kernels.ValueSums:
+        return _kernels.ValueSums(self._blocks, self._rest, self._tokens, self._layout.block_tokens)
 
     def _place_of(self, request: str) -> int:
         if request in self._place:
@@ -128,6 +121,7 @@ class RunningMeanV:
             self._blocks = _longer(self._blocks, more)
             self._rest = _longer(self._rest, more)
             self._tokens = np.pad(self._tokens, ((0, more), (0, 0)))
+            self.sums = self._bind()
         self._place[request] = self._free.pop()
         return self._place[request]
 
@@ -158,6 +152,7 @@ class RunningMeanV:
         for token in range(position % size):
             last = self._values(cache, window[complete : complete + 1], np.array([token]))
             self._rest[place, layer] += last[0]
+        self._tokens[place, layer] = position
 
     def _values(
         self, cache: torch.Tensor, blocks: NDArray[np.int64], token: NDArray[np.int64]

@@ -18,6 +18,7 @@ from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
 from vllm_ssdkv.sparse.selectors.codes import CodesSelector
 from vllm_ssdkv.sparse.selectors.page_logits import PageLogitsSelector
+from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
 from vllm_ssdkv.sparse.selectors.spread import SpreadSelector
 from vllm_ssdkv.sparse.selectors.window import WindowSelector
 from vllm_ssdkv.sparse.sizes import ContextSizes
@@ -27,27 +28,31 @@ _RECORDS: Final[dict[type, _kernels.PageRecord]] = {
     BoundsSelector: _kernels.PageRecord.BOUNDS,
     SpreadSelector: _kernels.PageRecord.SPREAD,
     CodesSelector: _kernels.PageRecord.CODES,
+    SparfSelector: _kernels.PageRecord.CHANNELS,
 }
-"""Records by which native code scores pages as these selectors do; their subclasses may not."""
+"""Data by which native code scores pages as these selectors do; their subclasses may not."""
 
 Made: TypeAlias = tuple[
-    NDArray[np.int32], NDArray[np.int32], Floats | None, Floats | None, Floats | None
+    NDArray[np.int32],
+    NDArray[np.int32],
+    Floats | None,
+    Floats | None,
+    Floats | None,
+    NDArray[np.uint8] | None,
 ]
 """Answer of ``StepPlan.choices`` for one group."""
 
 
-def is_native(selector: Selector) -> bool:
-    """Check whether native code chooses as this selector does, and whether the attention to its
-    pages needs nothing more."""
-    if type(selector) is AdaptiveSelector:
-        return _is_scorer(selector.scorer)
-    return _is_scorer(selector) or type(selector) is WindowSelector
+def is_native(selector: Selector, *, channels: bool) -> bool:
+    """Check whether native code chooses as this selector does.
 
-
-def _is_scorer(one: Selector | Scorer) -> bool:
-    """Check whether native code scores pages so, and whether the scores tell nothing more than
-    pages."""
-    return type(one) in _RECORDS and not (isinstance(one, SpreadSelector) and one.estimate_rest)
+    Where DRAM does not have the contexts' ``channels`` (``sparse.channel_pages: "ssd"``), it does
+    not for `sparf`: it reads nothing between the choice of channels and that of pages.
+    """
+    if type(selector) is WindowSelector:
+        return True
+    scorer = selector.scorer if type(selector) is AdaptiveSelector else selector
+    return type(scorer) in _RECORDS and (channels or not scorer.needs.channels)
 
 
 def native_choice(
@@ -64,29 +69,38 @@ def native_choice(
         held: The contexts.
         query: Of the rows, in any layer.
     """
-    if not isinstance(selector, PageLogitsSelector | AdaptiveSelector):
+    if not isinstance(selector, PageLogitsSelector | AdaptiveSelector | SparfSelector):
         same = selector.select(query(), context, 1.0)  # which does not look at the query
         return _kernels.ListedPages(same.pages, same.begin)
-    most = page_budget(selector.budget, context)
-    scorer: object = selector
-    least, wanted = most, 0.0
+    scorer: Selector | Scorer = selector
+    layout = context.layout
+    by_token, sinks = False, -(-selector.sink_tokens // layout.page_tokens)
+    least = most = page_budget(selector.budget, context)
+    wanted = 0.0
     if isinstance(selector, AdaptiveSelector):
         scorer, least, wanted = selector.scorer, selector.least(context), selector.p
+    elif isinstance(selector, SparfSelector) and selector.granularity == "token":
+        by_token, sinks = True, selector.sink_tokens
+        least = most = selector.token_budget(context)
+    channels = min(scorer.needs.channels, layout.head_size)
     return _kernels.ScoredPages(
         _RECORDS[type(scorer)],
-        selector.needs.codes,
-        held.page_records(0),
-        held.record_bytes,
-        -(-selector.sink_tokens // context.layout.page_tokens),
+        scorer.needs.codes,
+        channels,
+        held.channels(0) if channels else held.page_records(0),
+        held.channel_bytes if channels else held.record_bytes,
+        sinks,
         least,
         most,
         wanted,
+        by_token,
+        isinstance(scorer, SparfSelector | SpreadSelector) and scorer.estimate_rest,
     )
 
 
 def selector_limits(selector: Selector, context: ContextSummaries) -> tuple[int, int, bool]:
     """Pages that the only row of ``context`` takes at least and at most, as tables of a device have
-    it, and whether it scores them: of a selector that :func:`is_native`."""
+    it, and whether it scores them: of a selector that these choose by."""
     if isinstance(selector, WindowSelector):
         return NEWEST, int(page_budget(selector.budget, context)[0]), False
     if not isinstance(selector, PageLogitsSelector | AdaptiveSelector):
@@ -100,11 +114,13 @@ def selector_limits(selector: Selector, context: ContextSummaries) -> tuple[int,
 
 def selection_of(selector: Selector, sizes: ContextSizes, made: Made, heads: int) -> Selection:
     """The selection of rows of these ``sizes`` that native code has made as the selector does."""
-    pages, begin, mass, weights, window = made
-    if mass is None or weights is None or window is None:
+    pages, begin, mass, weights, window, mask = made
+    if mass is None:
         return Selection(pages, begin, np.ones((len(sizes.pages), heads), np.float32))
-    if not isinstance(selector, PageLogitsSelector | AdaptiveSelector):
+    covered = mass.reshape(-1, heads)
+    if weights is None or window is None:
+        return Selection(pages, begin, covered, mask)
+    if not isinstance(selector, PageLogitsSelector | AdaptiveSelector | SparfSelector):
         raise TypeError(f"{selector.name} has no weights")
     scores = Scores(weights, weights, window.reshape(-1, heads), sizes.first_page)
-    ranked = Ranked(selector.kernels, scores)
-    return Selection(pages, begin, mass.reshape(-1, heads), ranked=ranked)
+    return Selection(pages, begin, covered, ranked=Ranked(selector.kernels, scores))

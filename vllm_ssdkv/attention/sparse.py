@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_ssdkv import _kernels
-from vllm_ssdkv.attention.compensate import beside_sinks, compensate
+from vllm_ssdkv.attention.compensate import compensate
 from vllm_ssdkv.attention.exact import NO_LEASE, RowBatch
 from vllm_ssdkv.attention.mean_value import MeanRows, RunningMeanV
 from vllm_ssdkv.attention.native_choice import (
@@ -34,7 +34,7 @@ from vllm_ssdkv.kernels.dense import select_kernels, wait_for
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, PartialState, on_host
 from vllm_ssdkv.kernels.operands.page_list import SPLIT_PAGES, PageList
 from vllm_ssdkv.kernels.operands.step_tables import TableRow
-from vllm_ssdkv.kernels.paged import PageAttention, PageKernels
+from vllm_ssdkv.kernels.paged import PageAttention, PageKernels, select_page_kernels
 from vllm_ssdkv.kernels.step_clock import (
     AHEAD,
     ATTEND,
@@ -215,6 +215,9 @@ class SparseDecode:
         """What all rows chose in the latest layer, and which rows; empty where some did not."""
         self._groups: list[tuple[NDArray[np.int64], Selector, ContextSizes]] = []
         """Rows that native code has choose alike, by their places."""
+        self.behind: tuple[NDArray[np.int64], MeanRows] | None = None
+        """Rows, by their places, of which native code needs mean V that some layer does not have:
+        see :meth:`begin_means`."""
         self.counts = ChoiceCounts()
 
     def _is_as(self, latest: SparseDecode) -> bool:
@@ -273,10 +276,8 @@ class SparseDecode:
             mixed = np.flatnonzero(~np.isnan(selection.alpha).any(axis=1))
             mean = self._mean_value(kernels, layer, now, mixed, batch, cache, now.of(value))
             alpha = torch.from_numpy(selection.alpha[mixed]).to(query.device)
-            sinks = state.softmax.sinks
-            if sinks is not None and self._of_tokens:
-                alpha = beside_sinks(alpha, state, now.index[mixed], sinks)
-            compensate(state, now.index[mixed], alpha, mean.to(query.device))
+            sinks = state.softmax.sinks if self._of_tokens else None
+            compensate(state, now.index[mixed], alpha, mean.to(query.device), sinks)
             clock.lap(MERGE)
         if self._deviation is not None and window is not None:
             queries = mine.cpu()
@@ -293,7 +294,11 @@ class SparseDecode:
         attention before the end of a layer."""
         if self._kept is not None or self._deviation is not None or self._offload is not None:
             return False
-        return self.contexts.read_in_dram and all(map(is_native, self._selectors))
+        channels = self.contexts.holds_channels
+        for one in self._selectors:
+            if not is_native(one, channels=channels):
+                return False
+        return self.contexts.read_in_dram
 
     @property
     def layers(self) -> Collection[int]:
@@ -372,11 +377,11 @@ class SparseDecode:
     def choosing_rows(self, batch: RowBatch, query: torch.Tensor) -> _kernels.ChoosingRows | None:
         """The rows that choose, as native code takes them; None: all are lost. ``query`` [T, Hq, D]
         of any layer."""
-        now, contexts = self._now(batch, query.device), self.contexts
+        now, contexts, self.behind = self._now(batch, query.device), self.contexts, None
         if not len(now.alive):
             return None
         contexts.settle_reads()
-        groups, self._groups = [], []
+        groups, self._groups, estimating = [], [], []
         for selector, which in zip(self._selectors, now.alike, strict=True):
             if not len(which):
                 continue
@@ -389,8 +394,12 @@ class SparseDecode:
             places = which.astype(np.int32)
             groups.append(_kernels.ChoosingGroup(sizes.bound, places, choice))
             self._groups.append((which, selector, sizes))
+            if isinstance(choice, _kernels.ScoredPages) and choice.estimates:
+                estimating.append(which)
+        means = self._find_means(now, np.concatenate(estimating)) if estimating else None
         return _kernels.ChoosingRows(
             self._sizes(now).bound,
+            now.rows,
             now.token,
             now.position,
             contexts.frame_address,
@@ -398,7 +407,25 @@ class SparseDecode:
             groups,
             contexts.tables,
             contexts.slots,
+            None if means is None else self._means.sums,
+            means,
         )
+
+    def _find_means(self, now: _Choosing, which: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Place of the sums of V of each row that chooses, -1 but for ``which`` of them."""
+        rows = self._mean_rows(now, which)
+        self.behind = (which, rows) if self._means.behind(rows, list(self._next)) else None
+        places = np.full(len(now.alive), -1, dtype=np.int64)
+        places[which] = rows.places
+        return places
+
+    def begin_means(self, layer: int, batch: RowBatch, cache: torch.Tensor) -> None:
+        """Put mean V together that native code needs in a layer, as far as it is not known: where
+        requests begin to be decoded."""
+        now = self._choosing
+        if self.behind is not None and now is not None and layer in self._next:
+            kernels = select_page_kernels(cache.device)
+            self._begin_means(kernels, layer, now, *self.behind, batch, cache)
 
     @property
     def remembers(self) -> bool:
@@ -451,7 +478,8 @@ class SparseDecode:
         counts = self.counts
         counts.lists += totals.lists
         counts.selected += totals.selected
-        counts.tokens += totals.selected * self._layout.page_tokens
+        counts.tokens += totals.tokens
+        counts.channel_bytes += totals.channel_bytes
         counts.context += totals.context
         counts.missing += totals.missing
         counts.short += totals.unmet
@@ -584,24 +612,39 @@ class SparseDecode:
     ) -> torch.Tensor:
         """Mean V of the rows ``mixed`` of those that choose, whose newest V ``value`` has."""
         key = mixed.tobytes()
-        rows = now.means.get(key)
-        if rows is None:
-            begin, end = _windows(batch, now.rows[mixed])
-            rows = now.means[key] = self._means.rows(
-                [now.requests[i] for i in mixed.tolist()],
-                now.position[mixed],
-                [batch.window_ids[a:b] for a, b in zip(begin.tolist(), end.tolist(), strict=True)],
-            )
+        if key not in now.means:
+            now.means[key] = self._mean_rows(now, mixed)
+        rows = now.means[key]
+        self._begin_means(kernels, layer, now, mixed, rows, batch, cache)
         if len(mixed) < len(now.alive):
             value = value[torch.from_numpy(mixed).to(value.device)]
-        return self._means.update(
-            kernels,
-            layer,
-            rows,
-            value,
-            cache,
-            lambda i: self.contexts.values(layer, int(now.alive[mixed[i]]), self._layout.head_size),
-        )
+        return self._means.add(layer, rows, value)
+
+    def _mean_rows(self, now: _Choosing, which: NDArray[np.int64]) -> MeanRows:
+        requests = [now.requests[i] for i in which.tolist()]
+        return self._means.rows(requests, now.position[which])
+
+    def _begin_means(
+        self,
+        kernels: PageKernels,
+        layer: int,
+        now: _Choosing,
+        which: NDArray[np.int64],
+        rows: MeanRows,
+        batch: RowBatch,
+        cache: torch.Tensor,
+    ) -> None:
+        """Put mean V of the rows ``which`` of those that choose together, as far as it is not
+        known."""
+
+        def window(i: int) -> NDArray[np.int64]:
+            begin, end = _windows(batch, now.rows[which[i : i + 1]])
+            return batch.window_ids[begin[0] : end[0]]
+
+        def context(i: int) -> NDArray[np.float32]:
+            return self.contexts.values(layer, int(now.alive[which[i]]), self._layout.head_size)
+
+        self._means.begin(kernels, layer, rows, cache, window, context)
 
     def _summaries(
         self,

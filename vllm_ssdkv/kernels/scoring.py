@@ -107,8 +107,7 @@ class CpuScoringKernels(NativeKernels):
             context.layout.page_tokens,
             self.threads,
         )
-        share = np.zeros_like(lse) if seen is None else np.exp(seen - lse)
-        pages = PageLogits(logits, first, lse, share)
+        pages = PageLogits(logits, first, lse, seen)
         return Scores(weights, weights, window_mass, first, of_pages=pages)
 
     def channel_logits(
@@ -216,6 +215,8 @@ class CpuScoringKernels(NativeKernels):
             selection.token_mask,
             alpha,
             context.layout.page_tokens,
+            1,
+            None,
             self.threads,
         )
         return alpha
@@ -224,23 +225,22 @@ class CpuScoringKernels(NativeKernels):
         self, selection: Selection, pages: PageLogits, context: ContextSummaries
     ) -> Floats:
         """See :meth:`ScoringKernels.cover_pages`: columns are pages, as if they were tokens."""
-        lse: Floats = np.asarray(pages.lse)
-        alpha: Floats = np.empty(lse.shape, np.float32)
+        alpha: Floats = np.empty(tuple(pages.lse.shape), np.float32)
         self._native.cover(
             pages.logits,
             pages.first,
-            lse - np.float32(np.log(context.layout.page_tokens)),
+            pages.lse,
             np.zeros(len(context), np.int32),
             selection.pages,
             selection.begin,
             None,
             alpha,
             1,
+            context.layout.page_tokens,
+            pages.window_lse,
             self.threads,
         )
-        share: Floats = np.asarray(pages.window_share)
-        covered: Floats = np.minimum(alpha + share, np.float32(1))
-        return covered
+        return alpha
 
 
 class TritonScoringKernels:
@@ -325,8 +325,7 @@ class TritonScoringKernels:
         weights, window, lse = self._choose.weigh(
             logits, window_lse, layout.kv_heads, layout.page_tokens
         )
-        share = torch.zeros_like(lse) if window_lse is None else torch.exp(window_lse - lse)
-        pages = PageLogits(logits, first, lse, share)
+        pages = PageLogits(logits, first, lse, window_lse)
         return Scores(weights, weights, window, first, of_pages=pages)
 
     def channel_logits(
@@ -448,7 +447,10 @@ class TritonScoringKernels:
             None,
             page_tokens=1,
         )
-        return on_host(torch.clamp(alpha + pages.window_share, max=1.0), np.float32)
+        if pages.window_lse is not None:
+            share = torch.exp(torch.as_tensor(pages.window_lse - pages.lse))
+            alpha = torch.clamp(alpha + share, max=1.0)
+        return on_host(alpha, np.float32)
 
 
 @functools.cache

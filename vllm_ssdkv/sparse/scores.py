@@ -46,13 +46,13 @@ class PageLogits:
         first: Columns of the rows, added up, int64 [R + 1].
         lse: Log-sum-exp over all tokens of the pages, and the window where that is known, float32
             [R, q_heads].
-        window_share: Of the window in it, likewise; 0 where it is not known.
+        window_lse: That of the window, likewise, where it is known.
     """
 
     logits: Table
     first: Offsets
     lse: Table
-    window_share: Table
+    window_lse: Table | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from vllm_ssdkv.connector.names import PIECEWISE_FLAG
 from vllm_ssdkv.connector.worker.device_tables import DeviceTables, Event, Leases
 from vllm_ssdkv.kernels.operands.step_tables import MOST_MISSES, StepTables, TableRow
 from vllm_ssdkv.sparse.protocol import Selector
+from vllm_ssdkv.sparse.scores import Scorer
 from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
 from vllm_ssdkv.sparse.selectors.codes import CodesSelector
@@ -67,12 +68,14 @@ class Manner(NamedTuple):
     @classmethod
     def of(cls, selector: Selector) -> Manner | None:
         """Manner of a selector; None: kernels do not choose as it does."""
-        if not is_native(selector):
-            return None
+        scorer: Selector | Scorer = selector
+        mass = 1.0
         if isinstance(selector, AdaptiveSelector):
-            record, mass = _RECORDS[type(selector.scorer)], selector.p
-        else:
-            record, mass = _RECORDS[type(selector)], 1.0
+            scorer, mass = selector.scorer, selector.p
+        estimates = isinstance(scorer, SpreadSelector) and scorer.estimate_rest
+        if estimates or not is_native(selector, channels=False):
+            return None
+        record = _RECORDS[type(scorer)]
         sinks: int = selector.sink_tokens  # type: ignore[attr-defined]  # all of these have it
         return cls(record, sinks, selector.needs.codes, mass)
 

@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "attention/mean_value.hpp"
 #include "attention/problem.hpp"
 
 namespace ssdkv::attention {
@@ -178,6 +179,37 @@ struct Contexts {
               "a row's blocks reach beyond the addresses");
     }
   }
+};
+
+// Sums of V, by place; the arrays are written to.
+struct BoundValueSums : ValueSums {
+  BoundValueSums(const Array<float, nb::ndim<4>>& of_blocks,
+                 const Array<float, nb::ndim<4>>& behind,
+                 const Array<std::int64_t, nb::ndim<2>>& counts, std::int64_t tokens_of_block)
+      : ValueSums{extent(of_blocks.shape(1)),
+                  extent(of_blocks.shape(2)),
+                  extent(of_blocks.shape(3)),
+                  tokens_of_block,
+                  of_blocks.data(),
+                  behind.data(),
+                  counts.data()},
+        places(extent(of_blocks.shape(0))),
+        blocks_(of_blocks),
+        rest_(behind),
+        tokens_(counts) {
+    require(block_tokens > 0, "a block has tokens");
+    for (std::size_t i = 0; i < 4; ++i) {
+      require(blocks_.shape(i) == rest_.shape(i), "the sums differ in shape");
+    }
+    require(extent(tokens_.shape(0)) == places && extent(tokens_.shape(1)) == layers,
+            "tokens must be [places, layers]");
+  }
+
+  std::int64_t places;
+
+ private:
+  Array<float, nb::ndim<4>> blocks_, rest_;
+  Array<std::int64_t, nb::ndim<2>> tokens_;
 };
 
 // The functions of page selection and sparse attention, in sparse_bindings.cpp.

@@ -17,9 +17,10 @@ namespace ssdkv::attention {
 // What is kept of pages' K: of each page [2][head_size] numbers of its dtype, or of all pages of a
 // head one record.
 enum class PageRecord {
-  kBounds,  // minimum, then maximum, of each channel
-  kSpread,  // mean, then variance, of each channel
-  kCodes,   // see codes.hpp
+  kBounds,    // minimum, then maximum, of each channel
+  kSpread,    // mean, then variance, of each channel
+  kCodes,     // see codes.hpp
+  kChannels,  // all of it, channel-major: scored token by token, by ChannelScoring
 };
 
 // Summaries of blocks that leave; all addresses are absolute, one per block, any of the
@@ -98,19 +99,22 @@ struct TokenScoring {
   float* window_mass;                // [rows][kv_heads]
 };
 
-// Softmax mass of chosen pages and of the window.
+// Softmax mass of chosen pages and of the window, by logits of tokens, the window's last; or by
+// those of pages, as if these were single tokens.
 struct Coverage {
   std::int64_t kv_heads;
   std::int64_t query_heads;
-  std::int64_t page_tokens;
+  std::int64_t page_tokens;  // columns of a page
   const std::int64_t* first_token;
-  const std::int32_t* window_tokens;
+  const std::int32_t* window_tokens;  // [rows]; null: columns have none of it
   const float* logits;
-  const float* lse;
+  const float* lse;  // [rows][query_heads]: of all tokens
   const std::int32_t* pages;
-  const std::int32_t* begin;       // [rows * kv_heads + 1]
-  const std::uint8_t* token_mask;  // [pages][page_tokens], or null
-  float* alpha;                    // [rows][query_heads]
+  const std::int32_t* begin;          // [rows * kv_heads + 1]
+  const std::uint8_t* token_mask;     // [pages][page_tokens], or null
+  float* alpha;                       // [rows][query_heads]
+  float column_tokens = 1;            // tokens that a column stands for
+  const float* window_lse = nullptr;  // [rows][query_heads], where columns have no window; or null
 };
 
 // Rows of some tokens of a block, and how far each lies along the direction in which they vary

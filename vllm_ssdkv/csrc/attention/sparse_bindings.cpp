@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
+#include <memory>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -401,17 +402,21 @@ std::tuple<ArrayOut<std::int32_t>, ArrayOut<std::int32_t>, ArrayOut<float>> py_c
 void py_cover(Vector<float> logits, Vector<std::int64_t> first_token, ConstMatrix lse,
               Vector<std::int32_t> window_tokens, Vector<std::int32_t> pages,
               Vector<std::int32_t> begin, std::optional<Mask> token_mask, Matrix alpha,
-              std::int64_t page_tokens, std::int64_t threads) {
+              std::int64_t page_tokens, std::int64_t column_tokens,
+              std::optional<ConstMatrix> window_lse, std::int64_t threads) {
   const std::int64_t rows = rows_of(first_token);
   const std::int64_t q_heads = extent(lse.shape(1));
   require(rows == 0 || (extent(begin.shape(0)) - 1) % rows == 0,
           "begin must be [rows * kv_heads + 1]");
   const std::int64_t kv_heads = rows == 0 ? 1 : (extent(begin.shape(0)) - 1) / rows;
   check_heads(kv_heads, q_heads, threads);
-  require(page_tokens > 0, "page_tokens must be positive");
+  require(page_tokens > 0 && column_tokens > 0, "page_tokens and column_tokens must be positive");
   require(extent(lse.shape(0)) == rows && extent(alpha.shape(0)) == rows &&
               extent(alpha.shape(1)) == q_heads,
           "lse and alpha must be [rows, q_heads]");
+  require(!window_lse ||
+              (extent(window_lse->shape(0)) == rows && extent(window_lse->shape(1)) == q_heads),
+          "window_lse must be [rows, q_heads]");
   check_size(window_tokens, rows, "window_tokens must be [rows]");
   check_size(logits, columns_of(first_token) * q_heads, "logits must be [q_heads * tokens]");
   for (std::int64_t r = 0; r < rows; ++r) {
@@ -446,6 +451,8 @@ void py_cover(Vector<float> logits, Vector<std::int64_t> first_token, ConstMatri
     c.token_mask = token_mask->data();
   }
   c.alpha = alpha.data();
+  c.column_tokens = static_cast<float>(column_tokens);
+  if (window_lse) c.window_lse = window_lse->data();
   const Unlocked unlocked;
   cover_pages(c, rows, threads);
 }
@@ -478,26 +485,45 @@ std::pair<ArrayOut<std::int32_t>, ArrayOut<std::int32_t>> py_without(
 }
 
 void py_compensate(const BoundState& state, const Vector<std::int64_t>& token,
-                   const ConstMatrix& alpha, const ConstCube& mean) {
+                   const ConstMatrix& alpha, const ConstCube& mean,
+                   const std::optional<Vector<float>>& sinks) {
   const auto heads = static_cast<std::size_t>(state.query_heads);
-  const auto head_size = static_cast<std::size_t>(state.head_size);
   const std::size_t kv_heads = mean.shape(1);
-  require(mean.shape(2) == head_size, "the state and mean do not belong together");
+  require(extent(mean.shape(2)) == state.head_size, "the state and mean do not belong together");
   require(alpha.shape(0) == token.shape(0) && mean.shape(0) == token.shape(0) &&
               alpha.shape(1) == heads && kv_heads > 0 && heads % kv_heads == 0,
           "alpha and mean must have one row for each token");
+  if (sinks) check_size(*sinks, state.query_heads, "sinks must be [q_heads]");
   for (std::size_t r = 0; r < token.shape(0); ++r) {
     const std::int64_t t = token.data()[r];
     require(t >= 0 && t < state.tokens, "a token lies outside the state");
-    for (std::size_t h = 0; h < heads; ++h) {
-      const std::size_t at = static_cast<std::size_t>(t) * heads + h;
-      const float kept = alpha.data()[r * heads + h];
-      const float rest = (1.0F - kept) * state.denominator[at];
-      const float* from = mean.data() + (r * kv_heads + h / (heads / kv_heads)) * head_size;
-      float* to = state.accumulator + at * head_size;
-      for (std::size_t d = 0; d < head_size; ++d) to[d] = kept * to[d] + rest * from[d];
-    }
+    compensate(state, t, extent(kv_heads), alpha.data() + r * heads,
+               mean.data() + r * kv_heads * mean.shape(2), sinks ? sinks->data() : nullptr);
   }
+}
+
+// Adds V of a token of each of some places, and answers with the means.
+nb::ndarray<nb::numpy, float, nb::ndim<3>> py_add_values(const BoundValueSums& sums,
+                                                         std::int64_t layer,
+                                                         const Vector<std::int64_t>& places,
+                                                         const Vector<std::int64_t>& positions,
+                                                         const ConstCube& values) {
+  require(layer >= 0 && layer < sums.layers, "there is no such layer");
+  const std::size_t rows = places.shape(0);
+  require(positions.shape(0) == rows && values.shape(0) == rows &&
+              extent(values.shape(1)) == sums.kv_heads && extent(values.shape(2)) == sums.head_size,
+          "values must be [places, kv_heads, head_size]");
+  const std::size_t width = values.shape(1) * values.shape(2);
+  auto made = std::make_unique<float[]>(rows * width);
+  for (std::size_t r = 0; r < rows; ++r) {
+    const std::int64_t place = places.data()[r];
+    require(place >= 0 && place < sums.places, "there is no such place");
+    add_value(sums, place, layer, positions.data()[r], values.data() + r * width,
+              made.get() + r * width);
+  }
+  float* const means = made.release();
+  const nb::capsule owner(means, [](void* p) noexcept { delete[] static_cast<float*>(p); });
+  return {means, {rows, values.shape(1), values.shape(2)}, owner};
 }
 
 // The softmax mass that lists leave out, where there is an estimate (it is not NaN), and the tokens
@@ -634,14 +660,34 @@ behind them; its columns begin at ``first_page[r]`` and ``first_token[r]`` of a 
              nb::arg("lse").noconvert(), nb::arg("window_tokens").noconvert(),
              nb::arg("pages").noconvert(), nb::arg("begin").noconvert(),
              nb::arg("token_mask").noconvert().none(), nb::arg("alpha").noconvert(),
-             nb::arg("page_tokens"), nb::arg("threads"),
-             "Softmax mass of chosen pages and the window, per query head.");
+             nb::arg("page_tokens"), nb::arg("column_tokens"),
+             nb::arg("window_lse").noconvert().none(), nb::arg("threads"),
+             R"(Softmax mass of chosen pages and the window, per query head.
+
+A page has ``page_tokens`` columns of ``logits``, each of which stands for ``column_tokens``.
+``window_lse [rows, q_heads]``: of windows that have no columns.)");
   module.def("without", &py_without, nb::arg("pages").noconvert(), nb::arg("begin").noconvert(),
              nb::arg("known").noconvert(), nb::arg("known_begin").noconvert(),
              "Lists of pages without those of other lists, and their edges.");
   module.def("compensate", &py_compensate, nb::arg("state"), nb::arg("token").noconvert(),
              nb::arg("alpha").noconvert(), nb::arg("mean").noconvert(),
-             "acc = alpha * acc + (1 - alpha) * l * mean for some tokens.");
+             nb::arg("sinks").noconvert().none(),
+             R"(acc = alpha * acc + (1 - alpha) * l * mean for some tokens.
+
+With ``sinks [q_heads]``, logits of attention sinks that alpha leaves out, which are not missing.)");
+  nb::class_<BoundValueSums>(module, "ValueSums", R"(Sums of V of requests' tokens, by place.
+
+``blocks`` and ``rest [places, layers, kv_heads, head_size]`` are those of complete blocks, and of
+the tokens behind them; ``tokens [places, layers]`` are in both. All three are written to.)")
+      .def(nb::init<const Array<float, nb::ndim<4>>&, const Array<float, nb::ndim<4>>&,
+                    const Array<std::int64_t, nb::ndim<2>>&, std::int64_t>(),
+           nb::arg("blocks").noconvert(), nb::arg("rest").noconvert(),
+           nb::arg("tokens").noconvert(), nb::arg("block_tokens"))
+      .def("add", &py_add_values, nb::arg("layer"), nb::arg("places").noconvert(),
+           nb::arg("positions").noconvert(), nb::arg("values").noconvert(),
+           R"(Add ``values [n, kv_heads, head_size]`` of the tokens at ``positions [n]``.
+
+The means over all tokens of the ``places [n]``, them included.)");
   module.def("count_choice", &py_count_choice, nb::arg("mass").noconvert(),
              nb::arg("token_mask").noconvert().none(),
              "Softmax mass that lists leave out, and tokens that a mask leaves in.");

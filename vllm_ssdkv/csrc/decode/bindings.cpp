@@ -30,6 +30,7 @@ namespace {
 
 using attention::BlockShape;
 using attention::BoundRows;
+using attention::BoundValueSums;
 using attention::check_size;
 using attention::Contexts;
 using attention::extent;
@@ -63,12 +64,12 @@ struct BoundBlocks : PlacedBlocks {
 };
 
 struct BoundScoredPages : ScoredPages {
-  BoundScoredPages(PageRecord kind, std::int64_t bits, const Vector<std::uint64_t>& addresses,
-                   std::int64_t bytes_of_layer, std::int64_t first,
-                   const Vector<std::int32_t>& fewest, const Vector<std::int32_t>& limit,
-                   double mass)
-      : ScoredPages{kind,  bits,          addresses.data(), bytes_of_layer,
-                    first, fewest.data(), limit.data(),     mass},
+  BoundScoredPages(PageRecord kind, std::int64_t bits, std::int64_t looked_at,
+                   const Vector<std::uint64_t>& addresses, std::int64_t bytes_of_layer,
+                   std::int64_t first, const Vector<std::int32_t>& fewest,
+                   const Vector<std::int32_t>& limit, double mass, bool tokens, bool mean_rest)
+      : ScoredPages{kind,          bits,         looked_at, addresses.data(), bytes_of_layer, first,
+                    fewest.data(), limit.data(), mass,      tokens,           mean_rest},
         blocks(extent(addresses.shape(0))),
         rows(extent(limit.shape(0))),
         records_(addresses),
@@ -76,6 +77,10 @@ struct BoundScoredPages : ScoredPages {
         most_(limit) {
     if (kind == PageRecord::kCodes) attention::check_bits(bits);
     require((kind == PageRecord::kCodes) == (bits != 0), "only codes have bits");
+    require((kind == PageRecord::kChannels) == (channels > 0), "only channels are looked at");
+    require(!by_token || channels > 0, "only channels tell tokens apart");
+    require(!estimates || channels > 0 || kind == PageRecord::kSpread,
+            "the rest is estimated by channels and spread");
     require(layer_bytes >= 0 && sinks >= 0, "layer_bytes or sinks out of range");
     require(wanted >= 0 && wanted <= 1, "a mass is between 0 and 1");
     check_size(fewest, rows, "least and most differ in length");
@@ -110,8 +115,15 @@ using Choice =
 
 struct BoundGroup : ChoosingGroup {
   BoundGroup(std::shared_ptr<const Contexts> of, const Vector<std::int32_t>& numbers, Choice choice)
-      : ChoosingGroup{of->rows, numbers.data(), of->row_begin.data(), of->first_page.data(),
-                      nullptr,  nullptr},
+      : ChoosingGroup{of->rows,
+                      numbers.data(),
+                      of->row_begin.data(),
+                      of->row_end.data(),
+                      of->window_tokens.data(),
+                      of->first_page.data(),
+                      of->first_token.data(),
+                      nullptr,
+                      nullptr},
         contexts(std::move(of)),
         choice_(std::move(choice)),
         row_(numbers) {
@@ -125,6 +137,8 @@ struct BoundGroup : ChoosingGroup {
  private:
   void set_choice(const BoundScoredPages& pages) {
     require(pages.rows == count, "most must be [rows]");
+    require(pages.channels <= contexts->shape.head_size, "channels must be within head_size");
+    if (pages.record != PageRecord::kBounds) contexts->shape.check_wide();
     blocks = pages.blocks;
     scored = &pages;
   }
@@ -147,12 +161,15 @@ struct BoundGroup : ChoosingGroup {
 };
 
 struct BoundChoosingRows : ChoosingRows {
-  BoundChoosingRows(std::shared_ptr<const Contexts> of, const Vector<std::int32_t>& tokens,
-                    const Vector<std::int64_t>& positions, const Vector<std::uint64_t>& frames,
-                    const Vector<std::int32_t>& slots_of,
+  BoundChoosingRows(std::shared_ptr<const Contexts> of, const Vector<std::int64_t>& windows,
+                    const Vector<std::int32_t>& tokens, const Vector<std::int64_t>& positions,
+                    const Vector<std::uint64_t>& frames, const Vector<std::int32_t>& slots_of,
                     std::vector<std::shared_ptr<const BoundGroup>> alike, PageCache* places,
-                    const Vector<std::int64_t>& slots_in_store)
+                    const Vector<std::int64_t>& slots_in_store,
+                    std::shared_ptr<const BoundValueSums> sums,
+                    const std::optional<Vector<std::int64_t>>& place_of)
       : ChoosingRows{of->rows,
+                     windows.data(),
                      tokens.data(),
                      positions.data(),
                      of->row_begin.data(),
@@ -163,15 +180,20 @@ struct BoundChoosingRows : ChoosingRows {
                      0,
                      {},
                      places,
-                     slots_in_store.data()},
+                     slots_in_store.data(),
+                     sums.get(),
+                     place_of ? place_of->data() : nullptr},
         contexts(std::move(of)),
+        sums_of_v(std::move(sums)),
         groups_(std::move(alike)),
+        window_(windows),
         token_(tokens),
         position_(positions),
         frame_(frames),
         stored_(slots_in_store) {
     check_size(tokens, count, "token and position must be [rows]");
     check_size(positions, count, "token and position must be [rows]");
+    check_size(windows, count, "window must be [rows]");
     for (std::int64_t r = 0; r < count; ++r) {
       require(token[r] >= 0, "a row's query lies outside the state");
       last_token = std::max<std::int64_t>(last_token, token[r]);
@@ -182,9 +204,11 @@ struct BoundChoosingRows : ChoosingRows {
     if (cache != nullptr) check_size(stored_, blocks, "each block has a slot");
     if (slots_of.shape(0) > 0) set_slots(slots_of);
     set_groups();
+    check_means(place_of);
   }
 
   std::shared_ptr<const Contexts> contexts;
+  std::shared_ptr<const BoundValueSums> sums_of_v;
   std::int64_t last_token = -1;
 
  private:
@@ -221,7 +245,29 @@ struct BoundChoosingRows : ChoosingRows {
     require(placed == count, "each row is in one group");
   }
 
+  // Rows whose rest is estimated have sums of V.
+  void check_means(const std::optional<Vector<std::int64_t>>& place_of) {
+    require((means != nullptr) == place_of.has_value(), "means have a place for each row");
+    if (place_of) {
+      mean_place_ = *place_of;
+      const BlockShape& shape = contexts->shape;
+      check_size(mean_place_, count, "mean_place must be [rows]");
+      require(means->kv_heads == shape.kv_heads && means->head_size == shape.head_size &&
+                  means->block_tokens == shape.block_tokens,
+              "sums of V are of other blocks");
+    }
+    for (const ChoosingGroup& group : groups) {
+      if (group.scored == nullptr || !group.scored->estimates) continue;
+      require(means != nullptr, "a row whose rest is estimated needs sums of V");
+      for (std::int64_t i = 0; i < group.count; ++i) {
+        const std::int64_t place = mean_place[group.row[i]];
+        require(place >= 0 && place < sums_of_v->places, "a row has no sums of V");
+      }
+    }
+  }
+
   std::vector<std::shared_ptr<const BoundGroup>> groups_;
+  Vector<std::int64_t> window_, mean_place_;
   Vector<std::int32_t> token_;
   Vector<std::int64_t> position_;
   Vector<std::uint64_t> frame_;
@@ -348,6 +394,9 @@ class BoundPlan {
     require(shape.kv_heads == hbm_.kv_heads && shape.groups() == hbm_.groups() &&
                 shape.payload() == hbm_.payload(),
             "contexts and windows differ in their blocks");
+    require(choosing_->means == nullptr || choosing_->means->layers == extent(streamed_.size()),
+            "sums of V are of other layers");
+    for (const ChoosingGroup& group : choosing_->groups) check_windows(group);
   }
 
   // Whether the layer has ended.
@@ -366,6 +415,7 @@ class BoundPlan {
     const attention::CacheBlocks blocks = attention::blocks_of(cache, hbm_);
     const attention::LogitShape logits = attention::to_shape(soft_cap, slopes, heads);
     slopes_ = slopes;
+    sinks_ = sinks;
     operands_ = {layer,
                  attention::vectors_of("query", query, heads, hbm_.head_size),
                  attention::vectors_of("out", out, heads, hbm_.head_size),
@@ -393,8 +443,7 @@ class BoundPlan {
       const Unlocked unlocked;
       stopped_ = !decode::run_layer(plan_, operands_, clock);
     }
-    operands_.sinks = nullptr;  // these two last as long as this call
-    operands_.guess = nullptr;
+    operands_.guess = nullptr;  // which lasts as long as this call
     if (!stopped_ && keeps_) chosen_->keep(layer, plan_.work.chosen, choosing_lists());
     return !stopped_;
   }
@@ -402,7 +451,7 @@ class BoundPlan {
   const std::shared_ptr<ChosenLists>& chosen() const { return chosen_; }
 
   // Of each group: pages, edges of their lists, mass, and by what they were chosen, if by anything:
-  // weights of all pages, and the windows' mass.
+  // weights of all pages, and the windows' mass; and which tokens, if not all.
   nb::list choices() const {
     require(stopped_, "no layer has stopped");
     nb::list made;
@@ -413,12 +462,18 @@ class BoundPlan {
       if (listed != nullptr) {
         made.append(nb::make_tuple(copied(listed->pages, listed->begin[lists]),
                                    copied(listed->begin, lists + 1), nb::none(), nb::none(),
-                                   nb::none()));
+                                   nb::none(), nb::none()));
         continue;
       }
+      nb::object weights = nb::none(), window = nb::none(), mask = nb::none();
+      if (choosing_->groups[g].scored->by_token) {
+        mask = nb::cast(to_mask(work.token_mask, work.chosen.columns.size()));
+      } else {
+        weights = nb::cast(copied(work.weights));
+        window = nb::cast(copied(work.window_mass));
+      }
       made.append(nb::make_tuple(copied(work.chosen.columns), copied(work.chosen.begin),
-                                 copied(work.chosen.mass), copied(work.weights),
-                                 copied(work.window_mass)));
+                                 copied(work.chosen.mass), weights, window, mask));
     }
     return made;
   }
@@ -441,7 +496,7 @@ class BoundPlan {
 
   void resume(const Vector<std::uint64_t>& address, const Vector<std::int64_t>& position,
               const Vector<std::int32_t>& begin, const Vector<std::int32_t>& end,
-              attention::AttentionClock& clock) {
+              const std::optional<attention::Mask>& token_mask, attention::AttentionClock& clock) {
     require(stopped_, "no layer has stopped");
     const std::int64_t lists = choosing_->count * hbm_.kv_heads, pages = extent(address.shape(0));
     check_size(position, pages, "address and position differ in length");
@@ -452,17 +507,48 @@ class BoundPlan {
               "a list reaches beyond the pages");
     }
     require(plan_.work.attended + pages <= plan_.work.chosen.count, "more pages than were chosen");
+    require(!token_mask || (extent(token_mask->shape(0)) == pages &&
+                            extent(token_mask->shape(1)) == hbm_.page_tokens),
+            "token_mask must be [pages, page_tokens]");
     const Unlocked unlocked;
     decode::resume(plan_, operands_,
-                   {pages, address.data(), position.data(), begin.data(), end.data()}, clock);
+                   {pages, address.data(), position.data(), begin.data(), end.data(),
+                    token_mask ? token_mask->data() : nullptr},
+                   clock);
     stopped_ = plan_.work.attended < plan_.work.chosen.count;
   }
 
   const ChoiceTotals& totals() const { return plan_.totals; }
 
  private:
+  nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<2>> to_mask(const std::vector<std::uint8_t>& values,
+                                                            std::size_t pages) const {
+    auto* const made = new std::vector<std::uint8_t>(values);
+    const nb::capsule owner(
+        made, [](void* p) noexcept { delete static_cast<std::vector<std::uint8_t>*>(p); });
+    return {made->data(), {pages, static_cast<std::size_t>(hbm_.page_tokens)}, owner};
+  }
+
   std::int64_t choosing_lists() const {
     return choosing_ == nullptr ? 0 : choosing_->count * hbm_.kv_heads;
+  }
+
+  // What is read of windows lies in them: keys behind the contexts, and V of the queries' tokens.
+  void check_windows(const ChoosingGroup& group) const {
+    if (group.scored == nullptr) return;
+    if (group.scored->channels == 0 && !group.scored->estimates) return;
+    const std::int64_t block = hbm_.block_tokens;
+    for (std::int64_t i = 0; i < group.count; ++i) {
+      const std::int64_t window = choosing_->window[group.row[i]];
+      require(window >= 0 && window < window_->rows.count, "a row that chooses has no window");
+      const std::int64_t begin = window_->rows.begin[window], end = window_->rows.end[window];
+      require(group.window_tokens[i] <= (end - begin) * block,
+              "a window has more tokens than its blocks hold");
+      const std::int64_t behind =
+          begin < end ? choosing_->position[group.row[i]] - window_->position[end - 1] : -1;
+      require(!group.scored->estimates || (behind >= 0 && behind < block),
+              "a row's token lies outside its window");
+    }
   }
 
   void check_queries(const BoundRows& rows) const {
@@ -477,7 +563,7 @@ class BoundPlan {
   std::shared_ptr<ChosenLists> chosen_;
   bool keeps_;
   LayerOperands operands_{};
-  std::optional<Vector<float>> slopes_;  // which the operands point into
+  std::optional<Vector<float>> slopes_, sinks_;  // which the operands point into
   bool stopped_ = false;
 };
 
@@ -487,7 +573,8 @@ void bind_decode(nb::module_& module) {
   nb::enum_<PageRecord>(module, "PageRecord", "Summary of a page's K.")
       .value("BOUNDS", PageRecord::kBounds, "Minimum and maximum of each channel.")
       .value("SPREAD", PageRecord::kSpread, "Mean and variance of each channel.")
-      .value("CODES", PageRecord::kCodes, "Each key in a few bits a channel.");
+      .value("CODES", PageRecord::kCodes, "Each key in a few bits a channel.")
+      .value("CHANNELS", PageRecord::kChannels, "All of it, channel-major.");
   nb::class_<BoundBlocks>(module, "PlacedBlocks",
                           R"(Rows over blocks that stay at their places for a whole step.
 
@@ -500,14 +587,20 @@ void bind_decode(nb::module_& module) {
                                R"(Choice of the pages of the largest weight.
 
 ``records [B]``: addresses of the blocks' records in layer 0, ``layer_bytes`` before those of the
-next one. The first ``sinks`` pages are chosen, then the others, ``most [R]`` for each KV head; with
-a mass that is ``wanted`` fewer, but ``least [R]``, where these and the window cover it.)")
-      .def(nb::init<PageRecord, std::int64_t, const Vector<std::uint64_t>&, std::int64_t,
-                    std::int64_t, const Vector<std::int32_t>&, const Vector<std::int32_t>&,
-                    double>(),
-           nb::arg("record"), nb::arg("code_bits"), nb::arg("records").noconvert(),
-           nb::arg("layer_bytes"), nb::arg("sinks"), nb::arg("least").noconvert(),
-           nb::arg("most").noconvert(), nb::arg("wanted"));
+next one; so many ``channels`` are looked at. The first ``sinks`` pages are chosen, then the others,
+``most [R]`` for each KV head; with a mass that is ``wanted`` fewer, but ``least [R]``, where these
+and the window cover it. ``by_token``: tokens are chosen and counted, with the pages that hold them.
+``estimates``: what is not chosen counts as its mean V.)")
+      .def(nb::init<PageRecord, std::int64_t, std::int64_t, const Vector<std::uint64_t>&,
+                    std::int64_t, std::int64_t, const Vector<std::int32_t>&,
+                    const Vector<std::int32_t>&, double, bool, bool>(),
+           nb::arg("record"), nb::arg("code_bits"), nb::arg("channels"),
+           nb::arg("records").noconvert(), nb::arg("layer_bytes"), nb::arg("sinks"),
+           nb::arg("least").noconvert(), nb::arg("most").noconvert(), nb::arg("wanted"),
+           nb::arg("by_token"), nb::arg("estimates"))
+      .def_prop_ro(
+          "estimates", [](const BoundScoredPages& pages) { return pages.estimates; },
+          "Whether what is not chosen counts as its mean V.");
   nb::class_<BoundListedPages>(module, "ListedPages",
                                R"(Choice of the same pages in every layer.
 
@@ -523,18 +616,22 @@ KV head h of row r has ``pages[begin[i]..begin[i + 1]]``, ``i = r * kv_heads + h
   nb::class_<BoundChoosingRows>(module, "ChoosingRows",
                                 R"(Rows of one query each that choose pages of their contexts.
 
-``token`` and ``position [R]`` are those of the queries; ``frame [B]``: address of each block's
-frame, 0 where it has none; ``slot [B]``: number of its slot, from 0; empty: no two blocks have the
-same. Each row is in one of the ``groups``. Pages without a frame are looked up in the ``cache``, by
-the slots of the store, ``stored [B]``; None: there are none.)")
-      .def(nb::init<std::shared_ptr<const Contexts>, const Vector<std::int32_t>&,
-                    const Vector<std::int64_t>&, const Vector<std::uint64_t>&,
-                    const Vector<std::int32_t>&, std::vector<std::shared_ptr<const BoundGroup>>,
-                    PageCache*, const Vector<std::int64_t>&>(),
-           nb::keep_alive<1, 8>(), nb::arg("contexts"), nb::arg("token").noconvert(),
-           nb::arg("position").noconvert(), nb::arg("frame").noconvert(),
-           nb::arg("slot").noconvert(), nb::arg("groups"), nb::arg("cache").none(),
-           nb::arg("stored").noconvert());
+``window [R]``: numbers of their windows; ``token`` and ``position [R]`` are those of the queries;
+``frame [B]``: address of each block's frame, 0 where it has none; ``slot [B]``: number of its slot,
+from 0; empty: no two blocks have the same. Each row is in one of the ``groups``. Pages without a
+frame are looked up in the ``cache``, by the slots of the store, ``stored [B]``; None: there are
+none. ``means`` has the sums of V of rows whose rest is estimated, at ``mean_place [R]``.)")
+      .def(nb::init<std::shared_ptr<const Contexts>, const Vector<std::int64_t>&,
+                    const Vector<std::int32_t>&, const Vector<std::int64_t>&,
+                    const Vector<std::uint64_t>&, const Vector<std::int32_t>&,
+                    std::vector<std::shared_ptr<const BoundGroup>>, PageCache*,
+                    const Vector<std::int64_t>&, std::shared_ptr<const BoundValueSums>,
+                    const std::optional<Vector<std::int64_t>>&>(),
+           nb::keep_alive<1, 9>(), nb::arg("contexts"), nb::arg("window").noconvert(),
+           nb::arg("token").noconvert(), nb::arg("position").noconvert(),
+           nb::arg("frame").noconvert(), nb::arg("slot").noconvert(), nb::arg("groups"),
+           nb::arg("cache").none(), nb::arg("stored").noconvert(), nb::arg("means").none(),
+           nb::arg("mean_place").noconvert().none());
   nb::class_<BoundGuess>(module, "GuessedPages",
                          R"(Pages that some rows will probably choose in a ``layer``.
 
@@ -546,6 +643,7 @@ the slots of the store, ``stored [B]``; None: there are none.)")
   nb::class_<ChoiceTotals>(module, "ChoiceTotals", "Sums over the layers that have run.")
       .def_ro("lists", &ChoiceTotals::lists, "Lists of pages.")
       .def_ro("selected", &ChoiceTotals::selected, "Pages in them.")
+      .def_ro("tokens", &ChoiceTotals::tokens, "Tokens of these, that are attended to.")
       .def_ro("context", &ChoiceTotals::context, "Pages that there were to choose from.")
       .def_ro(
           "framed", &ChoiceTotals::framed,
@@ -553,6 +651,8 @@ the slots of the store, ``stored [B]``; None: there are none.)")
           "This and the next one leave out layers that stopped.")
       .def_ro("held", &ChoiceTotals::held, "Likewise, that the cache has.")
       .def_ro("unmet", &ChoiceTotals::unmet, "Lists without the mass that was wanted.")
+      .def_ro("channel_bytes", &ChoiceTotals::channel_bytes,
+              "Bytes of K in the channels that were looked at.")
       .def_ro("missing", &ChoiceTotals::missing,
               "Softmax mass outside windows and lists, by estimate.");
   nb::class_<ChosenLists>(module, "ChosenLists", "Pages that the layers of a step chose.")
@@ -616,11 +716,11 @@ are not in memory, or pages of the ``guess``, the layer stops, and False is the 
       .def("choices", &BoundPlan::choices,
            nb::sig("def choices(self) -> list[tuple[NDArray[numpy.int32], NDArray[numpy.int32], "
                    "NDArray[numpy.float32] | None, NDArray[numpy.float32] | None, "
-                   "NDArray[numpy.float32] | None]]"),
+                   "NDArray[numpy.float32] | None, NDArray[numpy.uint8] | None]]"),
            R"(What each group has chosen in the layer: pages, and edges of their lists.
 
-Then, if pages have weights, the mass of each list and its window, weights of all pages, and masses
-of the windows.)")
+Then the mass of each list and its window, if there is an estimate; if pages have weights, these, of
+all pages, and masses of the windows; if tokens were chosen, a mask of them.)")
       .def(
           "asked", &BoundPlan::asked,
           nb::sig("def asked(self) -> tuple[NDArray[numpy.int32], NDArray[numpy.int64], "
@@ -630,11 +730,12 @@ of the windows.)")
 The caller owns it then. None: nothing, because there was no room.)")
       .def("resume", &BoundPlan::resume, nb::arg("address").noconvert(),
            nb::arg("position").noconvert(), nb::arg("begin").noconvert(),
-           nb::arg("end").noconvert(), nb::arg("clock"),
+           nb::arg("end").noconvert(), nb::arg("token_mask").noconvert().none(), nb::arg("clock"),
            R"(Go on with a layer that has stopped: attend to some of the chosen pages.
 
-``address`` and ``position [P]``; ``begin`` and ``end [R * kv_heads]`` of the lists in these. The
-call that brings the last ones ends the layer.)")
+``address`` and ``position [P]``; ``begin`` and ``end [R * kv_heads]`` of the lists in these;
+``token_mask [P, page_tokens]``, None: all tokens. The call that brings the last ones ends the
+layer.)")
       .def_prop_ro("totals", &BoundPlan::totals, "Sums over the layers that have run.");
 }
 

@@ -8,8 +8,9 @@
 
 namespace ssdkv::decode {
 
-// The pages that the plan's rows choose in a layer. `state` has seen their windows. What is
-// returned lies in the plan, until the next layer.
+// The pages that the plan's rows choose in a layer. `state` has seen their windows, whose blocks
+// are at the addresses in the plan's work space. What is returned lies in the plan, until the next
+// layer.
 ChosenPages choose(StepPlan& plan, std::int64_t layer, const attention::Vectors& query, float scale,
                    const attention::State& state);
 

@@ -37,6 +37,7 @@ struct BroughtPages {
   const std::int64_t* position;
   const std::int32_t* begin;
   const std::int32_t* end;
+  const std::uint8_t* token_mask;  // as of ChosenPages
 };
 
 // Runs a layer, writes `out`, and charges the clock. What was chosen lies in the plan until the

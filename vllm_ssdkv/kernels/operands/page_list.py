@@ -68,19 +68,26 @@ class PageList:
 
     def on_host(
         self,
-    ) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
-        """Address and position of the pages, begin and end of the lists, on the host."""
+    ) -> tuple[
+        NDArray[np.uint64],
+        NDArray[np.int64],
+        NDArray[np.int32],
+        NDArray[np.int32],
+        NDArray[np.uint8] | None,
+    ]:
+        """Address and position of the pages, begin and end of the lists, and mask, on the host."""
         return (
             on_host(self.address, np.uint64),
             on_host(self.position, np.int64),
             on_host(self.begin, np.int32),
             on_host(self.end, np.int32),
+            None if self.token_mask is None else on_host(self.token_mask, np.uint8),
         )
 
     @cached_property
     def bound(self) -> tuple[_kernels.Rows, _kernels.Pages]:
         """The lists, on the host, as native kernels take them: checked."""
-        address, position, begin, end = self.on_host()
+        address, position, begin, end, mask = self.on_host()
         rows = _kernels.Rows(
             on_host(self.query_token, np.int32),
             None,
@@ -89,10 +96,4 @@ class PageList:
             end,
             list_per_head=True,
         )
-        mask = self.token_mask
-        pages = _kernels.Pages(
-            address,
-            position,
-            None if mask is None else on_host(mask, np.uint8),
-        )
-        return rows, pages
+        return rows, _kernels.Pages(address, position, mask)

@@ -98,7 +98,7 @@ def _pages_of_blocks(
 
 def _heads_of_pages(pages: PageList, layout: BlockLayout) -> NDArray[np.int64]:
     """KV head of each page: lists are by row and head."""
-    _, _, begin, end = pages.on_host()
+    _, _, begin, end, _ = pages.on_host()
     head = np.zeros(len(pages.address), np.int64)
     for number, (first, last) in enumerate(zip(begin, end, strict=True)):
         head[first:last] = number % layout.kv_heads

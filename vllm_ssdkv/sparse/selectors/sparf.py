@@ -121,12 +121,15 @@ class SparfSelector:
             pages = page_budget(self.budget, context)
             sinks = -(-self.sink_tokens // context.layout.page_tokens)
             return self.complete(self.kernels.choose(scores, pages, pages, sinks), scores, context)
-        scores = self._score(query, context, scale, 1)
-        held = context.window_tokens.astype(np.int64)
-        left = self.budget.context_tokens(context.context_tokens, held, context.ahead)
-        tokens = left.astype(np.int32)
+        scores, tokens = self._score(query, context, scale, 1), self.token_budget(context)
         chosen = self.kernels.choose(scores, tokens, tokens, self.sink_tokens)
         return self.complete(_pages_of(chosen, context.layout.page_tokens), scores, context)
+
+    def token_budget(self, context: ContextSummaries) -> NDArray[np.int32]:
+        """Context tokens that each row may choose for each KV head, int32 [R]."""
+        held = context.window_tokens.astype(np.int64)
+        left = self.budget.context_tokens(context.context_tokens, held, context.ahead)
+        return left.astype(np.int32)
 
     def _score(
         self, query: torch.Tensor, context: ContextSummaries, scale: float, page_tokens: int

@@ -260,6 +260,11 @@ class SelectedContexts:
         """Address of every block's K of a layer, channel-major, [B]."""
         return self._summaries.channels(self._summary_rows, layer)
 
+    @property
+    def channel_bytes(self) -> int:
+        """Bytes from a block's K of a layer, channel-major, to that of the next layer."""
+        return channel_bytes(self._geometry)
+
     def values(self, layer: int, row: int, head_size: int) -> NDArray[np.float32]:
         """Sum of V of each block of a row, by its position in :attr:`rows`, [blocks, kv_heads,
         head_size]."""

@@ -161,15 +161,19 @@ void cover(const Coverage& c, std::int64_t row, std::int64_t head) {
   const std::int64_t list = row * c.kv_heads + head;
   for (std::int64_t g = 0; g < place.group; ++g) {
     const float* x = place.logits + g * place.tokens;
-    const float lse = c.lse[place.query_head + g];
+    const float all = c.lse[place.query_head + g];
+    const float lse = all - ::logf(c.column_tokens);
     double sum = 0;
     for (std::int64_t i = c.begin[list]; i < c.begin[list + 1]; ++i) {
       const std::uint8_t* mask =
           c.token_mask == nullptr ? nullptr : c.token_mask + i * c.page_tokens;
       sum = add_weights(x + c.pages[i] * c.page_tokens, c.page_tokens, lse, mask, sum);
     }
-    const std::int64_t window = c.window_tokens[row];
+    const std::int64_t window = c.window_tokens == nullptr ? 0 : c.window_tokens[row];
     sum = add_weights(x + place.tokens - window, window, lse, nullptr, sum);
+    if (c.window_lse != nullptr) {
+      sum += static_cast<double>(::expf(c.window_lse[place.query_head + g] - all));
+    }
     c.alpha[place.query_head + g] = sum > 1 ? 1.0f : static_cast<float>(sum);
   }
 }
