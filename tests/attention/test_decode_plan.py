@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
@@ -203,7 +203,32 @@ def run(case: Case, model: torch.nn.Module) -> Run:
     return Run(torch.stack(logits), chosen, kept_keys)
 
 
+EVER_FEWER = Case(
+    layers=1,
+    kv_heads=1,
+    group=1,
+    head_size=16,
+    dtype=torch.float32,
+    block_tokens=16,
+    prompts=(384,),
+    window=32,
+    selector="adaptive",
+    budget=0.128,
+    mass=0.5,
+    floor=1.0,
+    sinks=0,
+    dense_layers=0,
+    asked=(None,),
+    scorer="bounds",
+    channels=1,
+    granularity="page",
+    estimate_rest=False,
+)
+"""The window takes all of the budget at the third token: its layers choose nothing."""
+
+
 @settings(max_examples=25)
+@example(case=EVER_FEWER)
 @given(case=cases())
 def test_native_code_computes_what_python_does(case: Case) -> None:
     """Bit for bit, from prompts on: outputs, choices and counts."""

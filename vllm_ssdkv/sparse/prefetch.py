@@ -11,7 +11,7 @@ what was not guessed is read then.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -75,8 +75,14 @@ class SelectionHistory:
         blocks: NDArray[np.int64],
         lists: _kernels.ChosenLists,
     ) -> None:
-        """These rows chose these pages, in all layers that have any."""
-        for layer in lists.layers if self._chosen else ():
+        """These rows chose these pages, in all layers that have any; the others keep theirs."""
+        layers, before = lists.layers, self._step
+        if before is not None and isinstance(before.lists, _kernels.ChosenLists):
+            known = before.lists.layers
+            for layer in () if known == layers else set(known).difference(layers):
+                if latest := before.lists.of(layer):
+                    self._chosen.setdefault(layer, replace(before, lists=latest))
+        for layer in layers if self._chosen else ():
             self._chosen.pop(layer, None)
         self._step = _Chosen(list(requests), blocks, lists)
 
