@@ -255,6 +255,9 @@ def test_logits_that_selectors_do_not_know() -> None:
     told = asked.ended("best")
     assert told is not None
     assert '"bounds" does not know the logits or the KV of this model' in told["ssdkv"]["error"]
+    asked = RequestOverrides(config("bounds"), Counters(), selects=False)
+    asked.arrived(request("own", {"ssdkv": {"selector": "bounds"}}))
+    assert asked.of("own") == RequestOptions(selector="bounds")
 
 
 def test_a_graph_chooses_in_one_way() -> None:

@@ -426,7 +426,12 @@ CASES = {
     "fp8": Case(
         "llama",
         'selector "codes" does not know KV in fp8',
-        {'set it to "exact" or "window"': {"options": PAGE}} | REUSE_ALONE,
+        {
+            'set it to "exact", "window" or "bounds"': {
+                "options": {**PAGE, "selector": "bounds", "sparse": {"token_order": "position"}}
+            }
+        }
+        | REUSE_ALONE,
         options={**PAGE, "selector": "codes"},
         settings={"cache_config__cache_dtype": "fp8"},
     ),

@@ -114,14 +114,23 @@ def test_models_with_other_scales_share_no_block(run: Run) -> None:
     assert {a.cached for a in run.other} == {0}
 
 
-def test_a_window_that_may_choose_everything_is_exact(
-    models: dict[str, Path], stock: Stock, devices: Callable[..., list[dict[str, str]]]
+@pytest.mark.parametrize(
+    ("selector", "model", "kv_dtype"),
+    [("window", "qwen3", "fp8_e5m2"), ("bounds", "scaled", "fp8")],
+)
+def test_a_selector_that_may_choose_everything_is_exact(
+    models: dict[str, Path],
+    stock: Stock,
+    devices: Callable[..., list[dict[str, str]]],
+    selector: str,
+    model: str,
+    kv_dtype: str,
 ) -> None:
-    wanted = stock.answers("qwen3", SHORT, kv_dtype="fp8_e5m2")
+    wanted = stock.answers(model, SHORT, kv_dtype=kv_dtype)
     sparse: dict[str, object] = {"exact_below": 0, "budget": 1, "token_order": "position"}
     sparse |= {"page_cache": "1MiB", "summaries": "2MiB"}
-    options = page_mode(devices(2), dram="10MiB", selector="window", sparse=sparse)
-    with engine(models["qwen3"], options, "fp8_e5m2") as served:
+    options = page_mode(devices(2), dram="10MiB", selector=selector, sparse=sparse)
+    with engine(models[model], options, kv_dtype) as served:
         got = served.answers(SHORT)
         assert served.ssdkv("sparse_selections") > 0
     assert [a.tokens for a in got] == [a.tokens for a in wanted]

@@ -1,6 +1,7 @@
 """The kernels of page selection against the oracles, on every instruction set of this machine."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -13,9 +14,11 @@ from numpy.typing import NDArray
 from tests.kernels.test_dense import ISAS, assert_near, using
 from tests.oracles import sparse_attention as oracle
 from tests.sparse.contexts import Contexts, Row, contexts
-from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
+from vllm_ssdkv.kernels.operands.block_layout import FLOAT8, BlockLayout
+from vllm_ssdkv.kernels.paged import CpuPageKernels
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels
-from vllm_ssdkv.sparse.protocol import Selection
+from vllm_ssdkv.profiling.dense_oracle import write_block
+from vllm_ssdkv.sparse.protocol import ContextSummaries, Selection
 from vllm_ssdkv.sparse.scores import Scores
 from vllm_ssdkv.sparse.sizes import offsets
 
@@ -62,6 +65,36 @@ def test_bounds_and_their_weights_are_the_oracles(problem: Contexts, windowed: b
                 )
                 assert_near(weights[row], mean, 1e-5)
                 assert_near(torch.from_numpy(scores.window_mass)[row], window.nan_to_num(0), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_bounds_of_8_bits_are_those_of_the_same_numbers(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(5)
+    key = torch.randn((24, 2, 40), generator=draw).to(dtype)
+    query = torch.randn((1, 6, 40), generator=draw)
+    found = []
+    for of in (dtype, torch.float32):
+        layout = BlockLayout.unpadded(8, 4, 2, 40, of)
+        blocks = torch.full((3, layout.block_bytes), 0xFF, dtype=torch.uint8)
+        bounds = torch.full((3, 2 * 2 * 2 * 40 * of.itemsize), 0xFF, dtype=torch.uint8)
+        for place, block in enumerate(blocks):
+            part = key[8 * place : 8 * place + 8].to(of)
+            write_block(layout, block, part, part)
+        base, to = (
+            np.array([row.data_ptr() for row in rows], np.uint64) for rows in (blocks, bounds)
+        )
+        CpuPageKernels(2).summarize(base, layout, bounds=to)
+        ends = (np.array([n], np.int32) for n in (0, 3, 1))
+        summaries = ContextSummaries(layout, *ends, to)
+        for isa in ISAS:
+            with using(isa):
+                found.append(KERNELS.bound_logits(query, summaries, 0.3)[0])
+        with (
+            pytest.raises(ValueError, match="16 and 32 bits only") if of is dtype else nullcontext()
+        ):
+            KERNELS.spread_logits(query, replace(summaries, spread_base=to), 0.3)
+    for narrow, wide in zip(found, found[len(ISAS) :], strict=False):
+        np.testing.assert_array_equal(narrow, wide)
 
 
 @given(problem=contexts())

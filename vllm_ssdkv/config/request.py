@@ -131,7 +131,7 @@ class RequestOptions(_Options):  # type: ignore[misc]  # its fields are those of
                 f"({config.window_tokens}), which counts in it"
             )
         possible = servable(config)
-        if not selects and selector not in ("exact", "window"):
+        if not selects and selector not in ("exact", "window", config.selector):
             return f'selector: "{selector}" does not know the logits or the KV of this model'
         if selector not in (*possible, config.selector):
             return (

@@ -319,10 +319,12 @@ def oddities(vllm_config: VllmConfig) -> list[str]:
 def obstacles_to_oddities(config: SSDKVConfig, *found: str) -> Iterator[Obstacle]:
     """Options that do not know what an engine has of :func:`oddities`."""
     for what in filter(None, found):
-        if config.selector not in ("exact", "window"):
+        # The least and the largest of numbers of 8 bits are such numbers; a mean is none.
+        more = ("bounds",) if what == KV_IN_FP8 else ()
+        if config.selector not in ("exact", "window", *more):
+            names = '"exact", "window" or "bounds"' if more else '"exact" or "window"'
             yield Obstacle(
-                f'selector "{config.selector}" does not know {what}',
-                ('set it to "exact" or "window"', REUSE),
+                f'selector "{config.selector}" does not know {what}', (f"set it to {names}", REUSE)
             )
         elif what == ALIBI and config.orders_tokens:
             yield Obstacle(
@@ -330,7 +332,7 @@ def obstacles_to_oddities(config: SSDKVConfig, *found: str) -> Iterator[Obstacle
                 "its block a token stands, and the model has ALiBi",
                 ('set it to "position"', 'set selector to "exact"'),
             )
-        elif what == KV_IN_FP8 and config.selector == "window" and not current_platform.is_cpu():
+        elif what == KV_IN_FP8 and config.selector != "exact" and not current_platform.is_cpu():
             yield Obstacle(
                 f'selector "{config.selector}" does not know {what} on a GPU',
                 ('set it to "exact"', REUSE),

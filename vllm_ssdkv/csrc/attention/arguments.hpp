@@ -46,7 +46,7 @@ struct BlockShape : PageLayout {
 
   std::int64_t payload() const { return 2 * page_tokens * head_size * item_bytes(dtype); }
   std::int64_t groups() const { return block_tokens / page_tokens; }
-  // Of K and V in 8 bits kernels make no summaries but bounds.
+  // Of K and V in 8 bits kernels make and read no summaries but bounds.
   void check_wide() const {
     require(item_bytes(dtype) > 1, "these kernels know K and V of 16 and 32 bits only");
   }

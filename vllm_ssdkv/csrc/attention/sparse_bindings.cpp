@@ -209,7 +209,7 @@ void score_records(PageRecord kind, std::int64_t code_bits, ConstCube query, dou
                    const Contexts& contexts, Vector<std::uint64_t> records,
                    Array<float, nb::ndim<1>> logits, std::int64_t threads) {
   PageScoring s{};
-  contexts.shape.check_wide();
+  if (kind != PageRecord::kBounds) contexts.shape.check_wide();
   s.kind = kind;
   s.layout = contexts.shape;
   s.codes = code_shape(contexts.shape, code_bits);

@@ -110,12 +110,13 @@ void record_pages(const PageScoring& s, std::int64_t row, std::int64_t head, std
 
 void page_logits(const PageScoring& s, std::int64_t row, std::int64_t head, std::int64_t begin,
                  std::int64_t end, std::byte* scratch) {
+  if (s.kind == PageRecord::kBounds) {
+    return for_stored(s.layout.dtype, [&](auto item) {
+      record_pages<PageRecord::kBounds, decltype(item)>(s, row, head, begin, end, scratch);
+    });
+  }
   for_dtype(s.layout.dtype, [&](auto item) {
-    using T = decltype(item);
-    if (s.kind == PageRecord::kBounds) {
-      return record_pages<PageRecord::kBounds, T>(s, row, head, begin, end, scratch);
-    }
-    record_pages<PageRecord::kSpread, T>(s, row, head, begin, end, scratch);
+    record_pages<PageRecord::kSpread, decltype(item)>(s, row, head, begin, end, scratch);
   });
 }
 
