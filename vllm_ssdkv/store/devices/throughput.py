@@ -110,7 +110,7 @@ class ThroughputEstimator:
         """Of each device, the latest windows that differ from what was said: the least that it may
         be worth, what it was taken for, and the most."""
         self._news: dict[int, float] = {}
-        self._any_slow = False
+        self.any_slow = False
         """True if any device is slow, as :meth:`_slow` says."""
 
     @property
@@ -120,7 +120,7 @@ class ThroughputEstimator:
 
     def telling(self, nbytes: NDArray[np.float64]) -> NDArray[np.int64]:
         """Devices whose parts of a batch, of so many bytes, [devices], tell how fast they are."""
-        if not self._any_slow and nbytes.max(initial=0) < MIN_PART_BYTES:
+        if not self.any_slow and nbytes.max(initial=0) < MIN_PART_BYTES:
             return _NOBODY
         with self._lock:
             slow = self._slow()
@@ -204,7 +204,7 @@ class ThroughputEstimator:
             self._compare(device, *(float(a[device]) for a in (low, factors, high)))
         for counted in (self._bytes, self._least_s, self._most_s):
             counted[:, known] = 0
-        self._any_slow = bool(self._slow().any())
+        self.any_slow = bool(self._slow().any())
 
     def _compare(self, device: int, low: float, factor: float, high: float) -> None:
         """Compare a window of a device, between its bounds, with what was said of it last."""

@@ -135,10 +135,9 @@ class Placement:
             ends[extent.device] = extent.end
 
     @property
-    def stripes(self) -> _io.Stripes | None:
-        """Placement for native code, as it is now; None: a slot has a second copy."""
-        tables = self._tables
-        return tables.stripes if tables.copies == 1 else None
+    def stripes(self) -> _io.Stripes:
+        """Placement for native code, as it is now."""
+        return self._tables.stripes
 
     # ---- where ----
 

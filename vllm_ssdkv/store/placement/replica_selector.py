@@ -56,6 +56,8 @@ class Replicas:
             for device, (begin, end) in enumerate(gaps)
             if begin < end
         ]
+        self.any_suspect = False
+        """True if a copy is, or was: else the first ones are as good as the second ones."""
         self._lock = threading.Lock()
         # Bit d: the copy on device d. Zeros that were never written take no memory.
         self._suspect = np.zeros(num_slots, dtype=np.uint64)
@@ -67,6 +69,7 @@ class Replicas:
         for device, begin, end in self._gaps:
             missed = slots[(epochs >= begin) & (epochs < end)]
             bit = _bits(np.full(1, device, dtype=np.uint16))
+            self.any_suspect |= bool(len(missed))
             with self._lock:
                 np.bitwise_or.at(self._suspect, missed[(self._proven[missed] & bit) == 0], bit)
 
@@ -76,6 +79,7 @@ class Replicas:
         Entries for one copy count as new together.
         """
         bits = _bits(devices)
+        self.any_suspect |= bool(len(slots))
         with self._lock:
             new: NDArray[np.bool_] = (self._suspect[slots] & bits) == 0
             np.bitwise_or.at(self._suspect, slots, bits)

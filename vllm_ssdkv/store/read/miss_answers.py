@@ -1,9 +1,8 @@
 """Answers to a device that lacks pages in the middle of a step, which the host has no part in.
 
 Native code (``csrc/decode/miss_service.hpp``) takes the device's requests, looks pages up in the
-page cache, and reads those that are missing and have one copy on devices in use. All others, and
-those that did not come so, are read here: by the one verified read, in a thread that waits for such
-work.
+page cache, and reads the first copies of those that are missing, unless others may be better. What
+did not come so is read here: by the one verified read, in a thread that waits for such work.
 """
 
 from __future__ import annotations
@@ -107,11 +106,19 @@ class MissAnswers:
         """
         self._fetcher.settle(wait=True)
         self._settle()
-        avoided = self._files.health.any_avoided(Op.READ)
-        stripes = None if avoided else self._files.placement.stripes
-        base = self._service.arm(list(slots), stripes)
+        base = self._service.arm(list(slots), self._stripes())
         self._armed = base != 0
         return base
+
+    def _stripes(self) -> _io.Stripes | None:
+        """Placement by which native code reads first copies; None: others may be better."""
+        files = self._files
+        if files.health.any_avoided(Op.READ):
+            return None
+        better = files.replicas.any_suspect or files.speed.any_slow
+        if better and files.placement.most_copies > 1:
+            return None
+        return files.placement.stripes
 
     def end(self) -> _io.Served | None:
         """End the step, and take in what became of its requests; None: it has not begun."""
