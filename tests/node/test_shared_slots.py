@@ -27,13 +27,15 @@ from vllm_ssdkv.node.client.node_drives import NodeDrives, find_drives
 from vllm_ssdkv.node.client.node_engine import NodeEngine
 from vllm_ssdkv.node.client.node_existence import NodeExistence
 from vllm_ssdkv.node.client.node_link import NodeLink
-from vllm_ssdkv.node.client.session import Peer
+from vllm_ssdkv.node.client.session import Peer, Session
 from vllm_ssdkv.node.client.shared_slots import SharedSlots
 from vllm_ssdkv.node.client.volume_link import VolumeLink
 from vllm_ssdkv.node.protocol.messages import (
+    OpenVolumes,
     Publish,
     StoreSpec,
     StoreStatus,
+    VolumesOpened,
     pack,
     shared_volume,
 )
@@ -432,28 +434,29 @@ def test_a_write_that_was_tried_again_on_another_connection_outlives_no_claim(
 def test_workers_whose_scheduler_is_gone_write_no_more(
     host: Host, sharers: tuple[Sharer, Sharer]
 ) -> None:
-    writer, _ = sharers
-    names = [name.bytes for name in writer.names]
-
-    def open_again() -> None:
-        peer = Peer(Address.parse(host.address), None, "volume", "one")
-        link = VolumeLink(peer, Counters(), "a model", DEADLINE_S, shared=True)
-        link.start()
-        try:
-            link.open(names, [VOLUME] * len(names), writer.arena.view(0, writer.arena.nbytes))
-        finally:
-            link.close(DEADLINE_S)
-
-    open_again()
+    writer, other = sharers
+    other.close()
     writer.slots.close()
     assert until(lambda: writer.worker.session is None)
-    with pytest.raises(StoreError, match="scheduler of these workers is gone"):
-        open_again()
+    session = Session.open(writer.worker.peer, with_bytes=False, timeout=5.0)
+    names = [name.bytes for name in writer.names]
+    again = OpenVolumes(
+        names, [VOLUME] * len(names), "a model", DEADLINE_S, shared=True, again=True
+    )
+    with pytest.raises(NodeError, match="scheduler of these workers is gone"):
+        session.call(again, VolumesOpened)
+    session.close()
+    host.stop()
+    host.start()
+    node = host.node
+    assert node is not None
+    assert until(lambda: node.counters.total("node_calls", call="OpenVolumes") > 1)
+    assert writer.worker.session is None, "nor after a restart of the node"
     peer = Peer(Address.parse(host.address), None, "scheduler", "one", store=SPEC)
     link = NodeLink(peer, Counters(), with_bytes=False)
     link.start()
-    open_again()
     assert until(lambda: writer.worker.session is not None)
+    assert writer.worker.since > 0
     link.close()
 
 

@@ -10,7 +10,7 @@ import msgspec
 from vllm_ssdkv.node.protocol.frames import HEADER, VERSIONS
 from vllm_ssdkv.node.protocol.messages import KINDS
 
-FINGERPRINTS = {1: "d561302c4fc18d69"}
+FINGERPRINTS = {1: "99252ab172255284"}
 """Fingerprint of the messages of each version."""
 
 

@@ -149,7 +149,7 @@ class VolumeLink:
         if session is None:
             raise StoreError(f"nodes: the node {self.peer.address} is gone")
         try:
-            self._open_volumes(session)
+            self._open_volumes(session, again=False)
         except NodeError as error:
             raise StoreError(f"nodes: {error}") from error
 
@@ -176,14 +176,14 @@ class VolumeLink:
                 f"the node {self.peer.address} has lost {len(set(wanted) - found)} volumes of this "
                 "engine: start the engine again, which makes them anew"
             )
-        self._open_volumes(session)
+        self._open_volumes(session, again=True)
 
-    def _open_volumes(self, session: Session) -> None:
+    def _open_volumes(self, session: Session, *, again: bool) -> None:
         channel, memory, names = session.bytes, self._memory, self._names
         if channel is None or memory is None or names is None:
             raise NodeGoneError("a volume session has no connection for bytes")
         opened = session.call(
-            OpenVolumes(names, self._nbytes, self._model, self._deadline_s, self._shared),
+            OpenVolumes(names, self._nbytes, self._model, self._deadline_s, self._shared, again),
             VolumesOpened,
             OPEN_S,
         )

@@ -606,6 +606,7 @@ class OpenVolumes(Message, frozen=True):
         model: Name of the engine's model.
         deadline_s: After which the engine ends a session that has not answered.
         shared: Whether sessions of other engines may have them at the same time.
+        again: Whether the engine had them before, and may have writes of then to do.
     """
 
     names: Annotated[list[VolumeName | None], Meta(max_length=MAX_DRIVES)]
@@ -613,6 +614,7 @@ class OpenVolumes(Message, frozen=True):
     model: Name
     deadline_s: Annotated[float, Meta(ge=LEAST_NODE_DEADLINE_S, le=1e9)]
     shared: bool = False
+    again: bool = False
 
 
 class VolumesOpened(Message, frozen=True):

@@ -59,9 +59,6 @@ _JOINED: Final[dict[Role, tuple[Part, ...]]] = {
 """Connections that a session of each role may have beside that for calls."""
 
 
-_MOST_UNCLAIMED = 4096
-"""Runs whose claims have ended that are remembered; workers of older ones are long gone."""
-
 _LOOK_S = 0.02
 """Pause between looks whether sessions have ended, in seconds."""
 
@@ -90,7 +87,6 @@ class NodeState:
         lock: Guards all that follows.
         sessions: By name.
         links: Bytes of workers, by run and rank.
-        unclaimed: Runs whose claims in shared volumes have ended, oldest first.
     """
 
     config: NodeConfig
@@ -105,15 +101,14 @@ class NodeState:
     lock: threading.Lock = field(default_factory=threading.Lock)
     sessions: dict[bytes, Session] = field(default_factory=dict)
     links: dict[tuple[str, int], WorkerLink] = field(default_factory=dict)
-    unclaimed: dict[str, None] = field(default_factory=dict)
 
     def claims_since(self, run: str) -> int | None:
         """Epoch of the slots that workers of a run may write in shared volumes; older ones are
-        others' by now. None: its claims have ended, and it cannot claim anew yet."""
+        others' by now. None: it has no claims, since its scheduler has no session."""
         with self.lock:
-            if run in self.unclaimed:
-                return None
-            return max((one.since for one in self.sessions.values() if one.run == run), default=0)
+            mine = [one for one in self.sessions.values() if one.run == run]
+            since = [one.since for one in mine if isinstance(one.store, SharedIndex)]
+        return max(since, default=None)
 
     def volumes_in_use(self) -> list[bytes]:
         """Names of the volumes that sessions have open."""
@@ -255,8 +250,6 @@ class Connection:
             session.since = store.next_epoch
         with state.lock:
             state.sessions[name] = session
-            if isinstance(store, SharedIndex):
-                state.unclaimed.pop(hello.run, None)
             session.channels.append(self._channel)
             session.parts.add(hello.part)
         self._count_sessions()
@@ -411,10 +404,6 @@ class Connection:
                 other.run == session.run and other.store is session.store
                 for other in state.sessions.values()
             )
-            if run_over and isinstance(session.store, SharedIndex):
-                state.unclaimed[session.run] = None
-                if len(state.unclaimed) > _MOST_UNCLAIMED:
-                    del state.unclaimed[next(iter(state.unclaimed))]
         if last and session.volumes is not None:
             session.volumes.close()
         store = session.store

@@ -34,7 +34,7 @@ class VolumeCalls:
         claims_since: Callable[[str], int | None],
     ):
         """``in_use``: names of the volumes that sessions have open; ``claims_since``: epoch of the
-        slots that a run may have in shared ones, None where it may have none."""
+        slots that a run may have in shared ones, None where its scheduler is not there."""
         self._session, self._shelf, self._config, self._in_use = session, shelf, config, in_use
         self._claims_since = claims_since
 
@@ -72,7 +72,7 @@ class VolumeCalls:
         if session.volumes is not None:
             raise ProtocolError("order", "a session opens its volumes once")
         since = self._claims_since(session.run) if message.shared else 0
-        if since is None:
+        if since is None and message.again:
             raise NodeRefusedError(
                 "the scheduler of these workers is gone, and others may have its slots"
             )
@@ -84,4 +84,4 @@ class VolumeCalls:
             shared=message.shared,
         )
         session.have(volumes, [name for name in message.names if name is not None])
-        return VolumesOpened(window_of(self._config), since)
+        return VolumesOpened(window_of(self._config), since or 0)
