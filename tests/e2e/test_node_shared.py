@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.e2e.models import prompts
 from tests.e2e.stock import Stock
@@ -17,6 +18,7 @@ from tests.e2e.workload import kv_tokens
 from tests.kit.engine import Tokens
 from tests.kit.engine_process import LEASE_S, EngineProcess
 from tests.kit.node import NodeProcess
+from vllm_ssdkv.cli.main import app as cli
 
 LONG = prompts((2000, 1800, 1500), seed=61)
 ENDS = prompts((40, 50), seed=62)
@@ -177,8 +179,13 @@ def test_an_engine_that_is_killed_keeps_nothing(
     got = second.ordered_answers()
     assert [tuple(tokens) for tokens, _ in got] == [wanted[len(p)] for p in BATCH[3:]]
     assert eventually(lambda: pinned(node) == 0)
+    state = str(root / "reads")
+    checked = CliRunner().invoke(cli, ["fsck", state]).output
+    assert "gives them to engines alone" in " ".join(checked.split())
+    removed = CliRunner().invoke(cli, ["rm", "--yes", state]).output
+    assert f"stays on the node: ssdkv node volumes {node.address}" in " ".join(removed.split())
     engines[0] = start(models["llama"], node, root, "reads")
-    assert ask(engines[0], BATCH[3:], wanted)[0] > 0
+    assert ask(engines[0], BATCH[3:], wanted)[0] > 0, "its contexts are the node's"
 
 
 @pytest.mark.soak

@@ -275,7 +275,12 @@ def _volumes(removal: Removal) -> list[str]:
             continue
         with contextlib.suppress(OSError, StoreError):
             block = peek_superblock(file)
-            if block is not None:
+            if about.shared:
+                lines.append(
+                    "the volume that it shares with other engines stays on the node: ssdkv node "
+                    f"volumes {about.node}"
+                )
+            elif block is not None:
                 lines.append(
                     f"its volume on a node stays: ssdkv node volumes {about.node} --remove "
                     f"{block.device}"

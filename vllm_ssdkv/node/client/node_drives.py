@@ -127,7 +127,8 @@ def with_node_drives(
         )
     devices = []
     for one in drives:
-        about = AboutStub(str(peers[one.node].address), one.drive.path, one.drive.room)
+        node = str(peers[one.node].address)
+        about = AboutStub(node, one.drive.path, one.drive.room, config.share_contexts)
         capacity = _make_stub(one.stub, about)
         devices.append(DeviceConfig(path=str(one.stub), capacity=capacity, weight=1.0))
     return config.model_copy(update={"devices": tuple(devices)})

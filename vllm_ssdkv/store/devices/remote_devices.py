@@ -27,11 +27,13 @@ class AboutStub(msgspec.Struct, frozen=True):
         node: Address of the node.
         drive: Path of the drive there.
         capacity: Bytes that the store may have there.
+        shared: Whether the volume there is that of several engines.
     """
 
     node: str
     drive: str
     capacity: int
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)

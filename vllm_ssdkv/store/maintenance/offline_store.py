@@ -115,9 +115,10 @@ class StoredStore:
         for path in self.paths:
             about = stub_of(path)
             if about is not None:
+                whom = "engines" if about.shared else "the engine"
                 raise StoreError(
                     f"{path}: its slots lie on the node {about.node} ({about.drive}), which gives "
-                    "them to the engine alone. The engine verifies what it reads; with the option "
+                    f"them to {whom} alone. The engine verifies what it reads; with the option "
                     "io.scrub_rate it reads all of it"
                 )
 
