@@ -253,8 +253,8 @@ def _count_opening(path: Path, spec: StoreSpec) -> int:
     if (known.slots, known.layout) != (wanted.slots, wanted.layout):
         raise ConfigError(
             f"share_contexts: {known.slots} slots lie otherwise in the volume {path.parent.name} "
-            f"than {wanted.slots} of this engine do: give all engines the same options, or remove "
-            "the volume (`ssdkv node volumes`)"
+            f"than {wanted.slots} of this engine do: give all engines the same options and the "
+            "node's drives the capacity that they had, or remove the volume (`ssdkv node volumes`)"
         )
     known = msgspec.structs.replace(known, opened=known.opened + 1)
     write_small(path, msgspec.json.encode(known))
@@ -310,7 +310,7 @@ class SharedIndexes:
             elif not _fits(index, spec):
                 raise ConfigError(
                     "share_contexts: slots of another engine lie otherwise in the volumes: give "
-                    "all engines the same options"
+                    "all engines the same options, and the node's drives the capacity that they had"
                 )
             with self._lock:
                 self._users[name] += 1
