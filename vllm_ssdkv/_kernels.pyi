@@ -4,8 +4,9 @@ Native CPU attention kernels (``csrc/attention``).
 Raw addresses are those of torch or numpy memory that the caller keeps alive. Arrays are
 C-contiguous, on the CPU, of exactly the stated dtype (numpy or torch; no silent conversion). Every
 function blocks until done and may be called from any thread. It releases the GIL, but for those
-that take microseconds: ``merge``, ``log_sum_exp``, ``without``, ``compensate``, ``count_choice`` and the clock. It
-runs on the OpenMP team that torch has for that thread; ``threads`` bounds it and counts the caller.
+that take microseconds: ``merge``, ``log_sum_exp``, ``without``, ``compensate``, ``count_choice``,
+``ValueSums`` and the clock. It runs on the OpenMP team that torch has for that thread; ``threads``
+bounds it and counts the caller.
 Dtypes are ``FLOAT32``, ``BFLOAT16`` and ``FLOAT16``, of blocks also ``FLOAT8_E4M3`` and
 ``FLOAT8_E5M2``; all arithmetic is fp32.
 

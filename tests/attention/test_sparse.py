@@ -473,7 +473,7 @@ def test_native_code_brings_what_python_does(
                 rows.rig.flip(int(rows.contexts()[2][0]), GEOMETRY.layer_offset(0) + 5)
             chosen, queries = choose(rows), [queries_of(layer) for layer in range(LAYERS)]
             if step == 4:
-                queries[1][0] = torch.nan
+                queries[1][0, 0] = torch.nan  # of one head
             life.append(run(rows, chosen, selectors, guesses, queries))
             chosen.close()
         lives.append(life)
