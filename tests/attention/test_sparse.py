@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import hashlib
+import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,8 +18,10 @@ import torch
 from numpy.typing import NDArray
 
 from tests.attention.newest import newest_values
+from tests.kernels.test_dense import using
 from tests.oracles.sparse_attention import sparq_attention
 from tests.store.conftest import MakeStore, StoreRig, array, key_of, make_store
+from vllm_ssdkv import _kernels
 from vllm_ssdkv.attention.decode_plan import DecodePlan
 from vllm_ssdkv.attention.exact import RowBatch
 from vllm_ssdkv.attention.mean_value import RunningMeanV
@@ -44,6 +48,7 @@ from vllm_ssdkv.sparse.protocol import Budget, Selector
 from vllm_ssdkv.sparse.selection_reuse import SelectionReuse
 from vllm_ssdkv.sparse.selectors.adaptive import AdaptiveSelector
 from vllm_ssdkv.sparse.selectors.bounds import BoundsSelector
+from vllm_ssdkv.sparse.selectors.codes import CodesSelector
 from vllm_ssdkv.sparse.selectors.sparf import SparfSelector
 from vllm_ssdkv.sparse.selectors.spread import SpreadSelector
 from vllm_ssdkv.sparse.selectors.swarm import SwarmSelector
@@ -64,6 +69,9 @@ SLOT = LAYOUT.with_page_stride(GEOMETRY.page_bytes)
 CHANNELS = replace(GEOMETRY, channel_pages=2)
 SPREAD = with_summaries(
     replace(GEOMETRY, summary_pages=0), PAGE, channels=False, record="spread_with_values"
+)
+CODES = with_summaries(
+    replace(GEOMETRY, summary_pages=0), PAGE, channels=False, scaled_from=4, record="codes_2"
 )
 SCALE = HEAD_SIZE**-0.5
 LENGTHS = (230, 75, 141)
@@ -370,7 +378,7 @@ class Step:
     """
 
     outs: list[torch.Tensor]
-    counts: list[object]
+    counts: list[Any]
     lost: set[int]
     brought: int
 
@@ -421,6 +429,89 @@ def native_step(
     stream.close()
     counts = [decode.counts, chosen.fetched, chosen.pages_used]
     return Step(outs, counts, chosen.poisoned, spy.call_count)
+
+
+def selector_of(name: str) -> Selector:
+    budget, kernels = Budget(share=0.8), CpuScoringKernels(1)
+    scores = {
+        "bounds": BoundsSelector(budget, PAGE, kernels),
+        "spread": SpreadSelector(budget, PAGE, kernels),
+        "codes": CodesSelector(budget, PAGE, kernels, 2),
+        "sparf": SparfSelector(budget, 8, "page", PAGE, kernels),
+        "sparf by tokens": SparfSelector(budget, 8, "token", PAGE, kernels),
+    }
+    if name.startswith("adaptive"):
+        scorer = scores[name.split()[1]]
+        return AdaptiveSelector(scorer, 0.8, 0.1, Budget(share=0.9), PAGE, kernels)
+    return scores.get(name, WindowSelector(budget, PAGE))
+
+
+def whole_numbers(*shape: int | tuple[int, ...]) -> torch.Tensor:
+    """In place of ``torch.randn``: sums of their products are the same on every processor."""
+    return torch.randint(-1, 2, tuple(np.hstack(shape).tolist())).float()
+
+
+def digest_of(*values: object) -> str:
+    return hashlib.blake2b(repr(values).encode(), digest_size=6).hexdigest()
+
+
+DIGESTS = {
+    "window": ("4027ed09a77e", "63372a4abe95"),
+    "bounds": ("6862dc7510af", "72f2c5ebae5a"),
+    "spread": ("125b573bd666", "0a331bf0c0cd"),
+    "codes": ("ccd4cfb17a2a", "d40ed9d9150b"),
+    "adaptive bounds": ("9be383c41bb6", "8af1797fa952"),
+    "adaptive codes": ("7148fc0e346a", "472bac432fd5"),
+    "sparf": ("28eb18c35b6c", "869dee0cc0cf"),
+    "sparf by tokens": ("d2f01095f731", "88e15d8fa20c"),
+}
+"""Digests of choices and counts, and of the outputs of portable kernels, as of the last commit that
+computed all of it in Python (the parent of db2198ea)."""
+EXACT_DIGEST = "ff5c6ddce06c"
+"""Digest of the outputs of portable kernels over whole contexts, as of that commit."""
+FUSES = platform.machine() != "x86_64"
+"""Check whether portable kernels may fuse what they multiply and add, which rounds otherwise."""
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_native_code_chooses_and_counts_as_python_did(
+    make_rows: Callable[..., Rows], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(torch, "randn", whole_numbers)
+    geometries = {"spread": SPREAD, "codes": CODES, "sparf": CHANNELS}
+    geometry = geometries.get(name.removeprefix("adaptive ").split(maxsplit=1)[0], GEOMETRY)
+    rows, names = make_rows(geometry=geometry), [str(row) for row in range(len(LENGTHS))]
+    selectors, long = dict.fromkeys(range(len(LENGTHS)), selector_of(name)), np.full(3, 99)
+    for isa in _kernels.isas():
+        with using(isa):
+            chosen, guesses = choose(rows), Prefetcher()
+            queries = [queries_of(layer) for layer in range(LAYERS)]
+            step = native_step(rows, chosen, selectors, guesses, queries)
+            chosen.close()
+        lists = [guesses.likely.recall(layer, names, long) for layer in range(LAYERS)]
+        pages = [(one.pages.tolist(), one.begin.tolist()) for one in lists if one is not None]
+        counts = [dataclasses.asdict(one) for one in step.counts[:2]]
+        kept = {k: int(v) for one in counts for k, v in one.items() if not isinstance(v, float)}
+        assert digest_of(pages, kept) == DIGESTS[name][0]
+        if isa == "portable" and not FUSES:
+            assert digest_of([out.numpy().tobytes() for out in step.outs]) == DIGESTS[name][1]
+
+
+@pytest.mark.skipif(FUSES, reason="this processor fuses what it multiplies and adds")
+def test_native_code_attends_to_whole_contexts_as_python_did(
+    make_rows: Callable[..., Rows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "randn", whole_numbers)
+    rows, clock = make_rows(), AttentionClock()
+    stream, batch = rows.rig.store.stream(rows.contexts()), rows.batch()
+    plan = DecodePlan.of(batch, LAYOUT, SLOT, GEOMETRY, stream, None, queries_of(0), clock)
+    assert plan is not None
+    with using("portable"):
+        outs = [torch.empty_like(queries_of(0)) for _ in range(LAYERS)]
+        for layer, out in enumerate(outs):
+            plan.attend(layer, queries_of(layer), rows.caches[layer], out, SCALE)
+    stream.close()
+    assert digest_of([out.numpy().tobytes() for out in outs]) == EXACT_DIGEST
 
 
 def scorers(kind: str, budget: Budget) -> tuple[SlotGeometry, list[Any]]:
