@@ -228,6 +228,12 @@ class AttentionClock:
     def window_seconds(self) -> float:
         """Seconds of attending to windows, which are in those of attending."""
 
+    @property
+    def fetched_at(self) -> float:
+        """
+        Time at which the latest look-up or fetch ended, as of ``time.monotonic``.
+        """
+
 def summarize(
     source: NDArray[numpy.uint64],
     shape: BlockShape,

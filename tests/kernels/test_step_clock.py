@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from vllm_ssdkv.kernels.step_clock import ATTEND, PARTS, WAIT, AttentionClock
+from vllm_ssdkv.kernels.step_clock import ATTEND, FETCH, PARTS, WAIT, AttentionClock
 
 
 def test_a_lap_goes_to_its_part() -> None:
@@ -34,3 +34,13 @@ def test_there_are_no_other_parts(part: int) -> None:
     with pytest.raises(IndexError):
         clock.lap(part)
     assert list(clock.seconds) == [0.0] * len(PARTS)
+
+
+def test_the_end_of_a_look_up_is_known_after_attention() -> None:
+    clock = AttentionClock()
+    began = time.monotonic()
+    clock.start()
+    clock.lap(FETCH)
+    ended = time.monotonic()
+    clock.lap(ATTEND)
+    assert began <= clock.fetched_at <= ended

@@ -147,7 +147,7 @@ class DecodePlan:
         if decode is not None and not ended:
             decode.bring(layer, self._plan, self._clock)
         elif decode is not None and self._reads:
-            decode.remember(layer, self._plan.chosen)
+            decode.remember(layer, self._plan.chosen, self._clock.fetched_at)
 
     def end(self) -> None:
         """End the step: keep and count what its layers chose."""

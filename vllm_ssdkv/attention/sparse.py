@@ -432,12 +432,13 @@ class SparseDecode:
         """Check whether anybody asks later what native code has chosen."""
         return self._guesses is not None
 
-    def remember(self, layer: int, lists: _kernels.ChosenLists) -> None:
-        """The rows of this step have chosen pages of a layer, and none had to be read."""
+    def remember(self, layer: int, lists: _kernels.ChosenLists, at: float) -> None:
+        """The rows of this step have chosen pages of a layer, and none had to be read: they were
+        looked up by the monotonic time ``at``."""
         now, guesses, chosen = self._choosing, self._guesses, lists.of(layer)
         if now is not None and guesses is not None and chosen is not None:
             guesses.likely.remember(layer, now.requests, now.blocks, *chosen)
-            self.contexts.pass_over()
+            self.contexts.pass_over(at)
             guesses.counts.count(layer, now.requests, now.blocks, *chosen)
 
     def remember_step(self, lists: _kernels.ChosenLists) -> None:

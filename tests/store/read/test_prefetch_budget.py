@@ -46,6 +46,20 @@ def test_the_shortest_pause_is_used_at_the_pace_of_late() -> None:
     assert min(idle.spare(NOTHING)) > 0
 
 
+def test_attention_after_a_look_up_is_a_pause() -> None:
+    """It is told of when the layer has ended, and when the look-up did."""
+    clock = Clock()
+    idle = PrefetchBudget(clock)
+    fetch(idle, clock, load(10, 0, 0), waits=1.0)
+    clock.now += 1.0
+    looked_up = clock.now
+    clock.now += 2.0
+    idle.passed(NOTHING, looked_up)
+    clock.now += 0.01
+    idle.asked(NOTHING)
+    assert idle.spare(NOTHING).tolist() == [10, 10, 10]  # the pause of 1 s is the shortest
+
+
 def test_what_was_long_ago_is_forgotten() -> None:
     clock = Clock()
     idle = PrefetchBudget(clock)

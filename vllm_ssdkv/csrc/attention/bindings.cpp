@@ -360,7 +360,9 @@ is measured there is the time of the host.)")
           "seconds", [](const AttentionClock& clock) { return clock.seconds(); },
           "Seconds in each part, so far.")
       .def_prop_ro("window_seconds", &AttentionClock::window_seconds,
-                   "Seconds of attending to windows, which are in those of attending.");
+                   "Seconds of attending to windows, which are in those of attending.")
+      .def_prop_ro("fetched_at", &AttentionClock::fetched_at,
+                   "Time at which the latest look-up or fetch ended, as of ``time.monotonic``.");
   bind_sparse(module);
   bind_next_best(module);
   ssdkv::decode::bind_decode(module);

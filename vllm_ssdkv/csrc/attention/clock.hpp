@@ -23,11 +23,16 @@ class AttentionClock {
     const double seconds = std::chrono::duration<double>(now - last_).count();
     seconds_.at(part) += seconds;
     if (in_window_ && part == kAttend) window_seconds_ += seconds;
+    if (part == kFetch) fetched_ = now;
     in_window_ = false;
     last_ = now;
   }
   const std::array<double, kParts>& seconds() const { return seconds_; }
   double window_seconds() const { return window_seconds_; }
+  // End of the latest look-up or fetch of pages, as Python's time.monotonic() tells it.
+  double fetched_at() const {
+    return std::chrono::duration<double>(fetched_.time_since_epoch()).count();
+  }
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -35,7 +40,7 @@ class AttentionClock {
   std::array<double, kParts> seconds_{};
   double window_seconds_ = 0;
   bool in_window_ = false;
-  Clock::time_point last_{};
+  Clock::time_point last_{}, fetched_{};
 };
 
 }  // namespace ssdkv::attention

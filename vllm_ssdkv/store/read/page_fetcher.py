@@ -138,10 +138,10 @@ class PageFetcher:
         calls this."""
         self._settle_ahead(wait=wait)
 
-    def pass_over(self) -> None:
-        """Note that a layer needed no fetch: all of its pages were in memory."""
-        self._idle.asked(self._load(()))
-        self._idle.arrived()
+    def pass_over(self, at: float) -> None:
+        """Note that a layer needed no fetch, as was known at the monotonic time ``at``: all of its
+        pages were in memory."""
+        self._idle.passed(self._load(()), at)
 
     def on_the_way(self) -> int:
         """Pages that are being read ahead."""

@@ -31,9 +31,9 @@ class PrefetchBudget:
         self._waits: deque[tuple[float, int]] = deque(maxlen=_LATEST)
         self._pauses: deque[float] = deque(maxlen=_LATEST)
 
-    def asked(self, load: NDArray[np.int64]) -> None:
-        """Devices have to read so many pages, [devices], for a fetch that begins."""
-        self._begin = self._clock()
+    def asked(self, load: NDArray[np.int64], at: float | None = None) -> None:
+        """Devices have to read so many pages, [devices], for a fetch that begins now, or ``at``."""
+        self._begin = self._clock() if at is None else at
         if self._end is not None:
             self._pauses.append(self._begin - self._end)
             self._end = None
@@ -45,6 +45,11 @@ class PrefetchBudget:
         most = int(self._load.max(initial=0))
         if most:
             self._waits.append((self._end - self._begin, most))
+
+    def passed(self, nothing: NDArray[np.int64], at: float) -> None:
+        """Note a fetch for which devices had ``nothing`` to read, [devices], at the time ``at``."""
+        self.asked(nothing, at)
+        self._end = at
 
     def spare(self, ahead: NDArray[np.int64]) -> NDArray[np.int64]:
         """Pages that each device can read, [devices], until the next fetch begins.

@@ -237,9 +237,9 @@ class SelectedContexts:
         self._fetcher.settle()
         return self._fetcher.room
 
-    def pass_over(self) -> None:
-        """Note that a layer needed no fetch."""
-        self._fetcher.pass_over()
+    def pass_over(self, at: float) -> None:
+        """Note that a layer needed no fetch, as was known at the monotonic time ``at``."""
+        self._fetcher.pass_over(at)
 
     @property
     def layers(self) -> int:
