@@ -143,6 +143,9 @@ class RequestIdentities:
         self.resets.told(reports)
         self.keys.hidden = self.resets.hidden
         weights, adapters = self.ranks.told(reports)
+        if not weights and not adapters:
+            self._ended.clear()
+            return weights, adapters
         running = [state.request for state in states]
         for state in (*states, *self._ended):
             adapter = state.request.lora_request

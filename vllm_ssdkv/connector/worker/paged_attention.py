@@ -39,8 +39,11 @@ def rows_of_step(
     Raises:
         StepError: the batch is not the one that the step was planned for.
     """
-    first = seq_lens - (query_start[1:] - query_start[:-1])
-    blocks = block_table[np.arange(len(first)), first // block_tokens]
+    # Lists: of a few rows they are read faster than arrays are made.
+    edges, first, blocks = query_start.tolist(), list[int](), list[int]()
+    for row, length in enumerate(seq_lens.tolist()):
+        first.append(length - (edges[row + 1] - edges[row]))
+        blocks.append(block_table.item(row, first[row] // block_tokens))
     rows, starts = step.rows_of(blocks, first)
     return RowBatch.build(query_start, seq_lens, block_table, starts, rows, block_tokens)
 

@@ -145,23 +145,23 @@ class PagedStep:
         """Walks over contexts: over K and V, and over X."""
 
     def rows_of(
-        self, write_blocks: NDArray[np.int64], first: NDArray[np.int64]
+        self, write_blocks: Sequence[int], first: Sequence[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Index of each of the batch's rows, and of its first block that is read from HBM, [R].
 
         Args:
-            write_blocks: HBM block that each one's first query token is written to, [R].
-            first: Position of this token, [R].
+            write_blocks: HBM block that each one's first query token is written to.
+            first: Position of this token.
 
         Raises:
             StepError: the scheduler's plan has no such row, or says another position.
         """
-        index = [self._by_block.get(block, -1) for block in write_blocks.tolist()]
+        index = [self._by_block.get(block, -1) for block in write_blocks]
         planned = [-1 if i < 0 else self._rows[i].first_position for i in index]
-        if planned != first.tolist():
+        if planned != first:
             raise StepError(
-                f"vLLM computes tokens from the positions {first.tolist()} on in the HBM blocks "
-                f"{write_blocks.tolist()}, and the step was planned for {planned}"
+                f"vLLM computes tokens from the positions {first} on in the HBM blocks "
+                f"{write_blocks}, and the step was planned for {planned}"
             )
         starts = [self._rows[i].hbm_start for i in index]
         return np.array(index, dtype=np.int64), np.array(starts, dtype=np.int64)
