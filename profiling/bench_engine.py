@@ -7,30 +7,47 @@ Lengths are in tokens, times in seconds.
 
 from __future__ import annotations
 
+import functools
+import os
 import statistics
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from vllm_ssdkv.base.sizes import MIB
+from vllm_ssdkv.config.engine import SSDKVConfig
+from vllm_ssdkv.profiling.recall.kv_size import bytes_per_token
 from vllm_ssdkv.profiling.rig.child_process import Job, Rows, run_measurement
-from vllm_ssdkv.profiling.rig.engine import MODEL, ONE_THREAD, Engine, random_prompt
-from vllm_ssdkv.profiling.rig.measure import bench_parser, markdown, ratios, write_json
+from vllm_ssdkv.profiling.rig.engine import MODEL, ONE_THREAD, Engine, Request, random_prompt
+from vllm_ssdkv.profiling.rig.measure import (
+    bench_parser,
+    markdown,
+    median_ratio,
+    ratios,
+    write_json,
+)
 
 LENGTHS = (2048, 8192, 16384, 32768)
-DECODE = ((1, 2048), (1, 8192), (8, 2048))
+DECODE = ((1, 2048), (1, 8192), (8, 2048), (8, 8192))
 """Batch and context of each decode measurement."""
-DECODE_TOKENS = 64
+MODES = ("stock", "page")
+DECODE_REPEATS = 5
+DECODE_TOKENS = 160
+"""The first of eight requests decode while the last ones are computed."""
 REPEATS = 3
 PREFILL = 2048
 """Tokens of a prompt that is stored."""
 PREFILL_REPEATS = 21
 PREFILL_REST_S = 0.3
 """Pause after a prompt, in which the drive finishes its writes."""
+START_REST_S = 3.0
+"""Pause after a start, in which the memory for frames is brought in."""
 
 
-def _engine(job: Job, mib: int, seats: int) -> Engine:
+def _engine(job: Job, nbytes: int, seats: int) -> Engine:
     """An engine of the job's mode with so much memory for KV, warmed up."""
     mode = job["mode"]
     options = {"mode": mode, "devices": job["devices"], "dram_gib": "2GiB"}
@@ -41,7 +58,7 @@ def _engine(job: Job, mib: int, seats: int) -> Engine:
         max_num_batched_tokens=1024,
         enable_prefix_caching=mode == "reuse",
         max_num_seqs=seats,
-        kv_cache_memory_bytes=mib * MIB,
+        kv_cache_memory_bytes=nbytes,
     )
     engine.ask(random_prompt(512, 0))
     return engine
@@ -49,7 +66,7 @@ def _engine(job: Job, mib: int, seats: int) -> Engine:
 
 def measure_hits(job: Job) -> Rows:
     """TTFT of computing a prompt, and of finding it in the store, alternating by length."""
-    engine = _engine(job, 160 if job["mode"] == "reuse" else 8, 1)
+    engine = _engine(job, (160 if job["mode"] == "reuse" else 8) * MIB, 1)
     rows = []
     for length in LENGTHS:
         computed, found = [], []
@@ -75,32 +92,59 @@ def measure_hits(job: Job) -> Rows:
 
 
 def measure_decode(job: Job) -> Rows:
-    """Decode tokens per second, all of the context in HBM (stock) or HBM and DRAM (page)."""
-    engine = _engine(job, 256 if job["mode"] == "stock" else 32, 8)
+    """Time of decode steps, all of the context in HBM (stock) or HBM and DRAM (page), by turns with
+    another process, whose ``turn`` has a pipe for each. Processor time is that of the thread that
+    computes."""
+    mode, most = job["mode"], max(batch for batch, _ in DECODE)
+    held = 2 * SSDKVConfig().window_tokens
+    if mode == "stock":
+        held = max(length for _, length in DECODE) + DECODE_TOKENS
+    engine = _engine(job, most * (held + 64) * bytes_per_token(Path(job["model"])), most)
+    engine.forget(START_REST_S)
+    cases = DECODE * DECODE_REPEATS
     rows = []
-    for batch, length in DECODE:
-        speeds = []
-        for repeat in range(REPEATS):
-            prompts = [random_prompt(length, 7 * repeat + i) for i in range(batch)]
-            outputs = engine.ask_all(prompts, DECODE_TOKENS)
-            begin = max(o.metrics.first_token_ts for o in outputs)
-            end = max(o.metrics.last_token_ts for o in outputs)
-            speeds.append(batch * (DECODE_TOKENS - 1) / (end - begin))
-        rows.append(
-            {
-                "mode": job["mode"],
-                "batch": batch,
-                "tokens": length,
-                "tokens_per_s": statistics.median(speeds),
-            }
-        )
+    for number, (batch, length) in enumerate(cases):
+        if number or mode != MODES[0]:
+            Path(job["turn"], mode).read_bytes()
+        requests = [
+            Request(f"{number} {i}", random_prompt(length, f"{number} {i}"), DECODE_TOKENS)
+            for i in range(batch)
+        ]
+        steps, cpu, before = list[float](), list[float](), (0.0, 0.0)
+        for outputs in engine.steps(requests):
+            now = time.perf_counter(), time.thread_time()
+            if len(outputs) == batch and not any(output.finished for output in outputs):
+                steps.append(now[0] - before[0])
+                cpu.append(now[1] - before[1])
+            before = time.perf_counter(), time.thread_time()
+        # With the first step the last prompt ended.
+        step, work = statistics.mean(steps[1:]), statistics.mean(cpu[1:])
+        rows.append({"batch": batch, "tokens": length, "step_s": step, "step_cpu_s": work})
+        if number + 1 < len(cases) or mode == MODES[0]:
+            Path(job["turn"], MODES[mode == MODES[0]]).write_bytes(b"")
     return rows
+
+
+def _decode_by_turns(job: Job, scratch: Path) -> list[Rows]:
+    """Rows of stock vLLM and of page mode."""
+    turn = scratch / "turn"
+    turn.mkdir()
+    for mode in MODES:
+        os.mkfifo(turn / mode)
+    jobs = [
+        {**job, "mode": mode, "devices": [f"{scratch}/0/decode"], "turn": str(turn)}
+        for mode in MODES
+    ]
+    measure = functools.partial(run_measurement, measure_decode, more=ONE_THREAD)
+    # Processes, as who waits for a measurement has the signals of its own.
+    with ProcessPoolExecutor(len(jobs), get_context("fork")) as waiting:
+        return list(waiting.map(measure, jobs))
 
 
 def measure_prefill(job: Job) -> Rows:
     """TTFT of prompts that are stored, whose blocks are copied to DRAM at the end of each step, and
     layer by layer beside it; by turns. Processor time is that of the whole process."""
-    engine = _engine(job, 160, 1)
+    engine = _engine(job, 160 * MIB, 1)
     layers = engine.worker.layers
     engine.ask(random_prompt(PREFILL, 0))
     seconds: dict[str, list[tuple[float, float]]] = {"end": [], "layers": []}
@@ -150,18 +194,14 @@ def main() -> None:
                 ONE_THREAD,
             )
         ]
-        decode = [
-            row
-            for mode in ("stock", "page")
-            for row in run_measurement(
-                measure_decode, {**job, "mode": mode, "devices": [f"{scratch}/0/decode"]}
-            )
-        ]
+        decode = _decode_by_turns(job, Path(scratch))
     columns = ("mode", "tokens", "TTFT computed s", "TTFT hit s", "ratio")
     print(markdown(columns, map(_hit_cells, hits)))
-    columns = ("batch", "context", "stock tokens/s", "page tokens/s", "page / stock")
-    half = len(decode) // 2
-    print("\n" + markdown(columns, map(_decode_cells, decode[:half], decode[half:])))
+    speeds = ("stock tokens/s", "page tokens/s", "page / stock", "by processor time")
+    cases = [
+        _decode_cells(*(rows[i :: len(DECODE)] for rows in decode)) for i in range(len(DECODE))
+    ]
+    print("\n" + markdown(("batch", "context", *speeds), cases))
     ways = ("TTFT, copied at the end", "by layers", "ratio", "processor time")
     print("\n" + markdown(("mode", "tokens", *ways), map(_prefill_cells, prefill)))
     write_json(arguments.json, {"hits": hits, "decode": decode, "prefill": prefill})
@@ -173,10 +213,16 @@ def _hit_cells(row: dict[str, Any]) -> list[str]:
     return [row["mode"], str(row["tokens"]), *cells]
 
 
-def _decode_cells(stock: dict[str, Any], page: dict[str, Any]) -> list[str]:
-    ours, theirs = page["tokens_per_s"], stock["tokens_per_s"]
-    cells = [f"{theirs:.1f}", f"{ours:.1f}", f"{ours / theirs:.2f}"]
-    return [str(stock["batch"]), str(stock["tokens"]), *cells]
+def _decode_cells(stock: Rows, page: Rows) -> list[str]:
+    """A case in all rounds."""
+    batch = stock[0]["batch"]
+    cells = [str(batch), str(stock[0]["tokens"])]
+    for rows in (stock, page):
+        cells.append(f"{batch / statistics.median(row['step_s'] for row in rows):.0f}")
+    for key in ("step_s", "step_cpu_s"):
+        ratio = median_ratio([row[key] for row in stock], [row[key] for row in page])
+        cells.append(f"{ratio:.2f}")
+    return cells
 
 
 def _prefill_cells(row: dict[str, Any]) -> list[str]:
