@@ -13,8 +13,11 @@ from vllm.config import VllmConfig
 
 from tests.conftest import disk_directory
 from tests.e2e.models import make_llama
+from tests.kit.waiting import PATIENCE_S
 from tests.secondary_tier.rig import engine_settings
 from vllm_ssdkv.config.node import NodeConfig
+from vllm_ssdkv.node.client import awaited_chains
+from vllm_ssdkv.node.server import chains
 from vllm_ssdkv.node.server.daemon import Node
 
 
@@ -52,3 +55,11 @@ def start_node(node_place: Path) -> Iterator[Callable[..., Node]]:
             return node
 
         yield start
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request waits for what another computes as long as a test may take, whatever the machine
+    does meanwhile."""
+    monkeypatch.setattr(awaited_chains, "STALL_S", PATIENCE_S)
+    monkeypatch.setattr(chains, "CHAIN_S", PATIENCE_S)

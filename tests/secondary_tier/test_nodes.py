@@ -178,6 +178,7 @@ def test_of_two_nodes_one_may_end(settings: VllmConfig, start_node: StartNode) -
         assert one.recovered(range(30, 40)) == list(range(30, 40))
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_request_waits_for_chunks_that_another_engine_computes(
     settings: VllmConfig, start_node: StartNode, count: int
@@ -201,6 +202,7 @@ def test_a_request_waits_for_chunks_that_another_engine_computes(
         other.end(second)
         counters = other.tier.chunks.counters
         assert counters.total("prefix_waits", end="served") == 1
+        assert counters.total("prefix_waits", end="taken_over") == 0
         assert one.stored(KEYS[12:16]) == set()
         assert one.tier.chunks.counters.total("prefix_waits", end="served") == 0
 

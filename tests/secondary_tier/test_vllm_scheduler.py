@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -116,13 +118,19 @@ def test_a_request_finds_what_another_engine_has_stored(
         assert stored_blocks(connector, request) == BLOCKS
 
 
-def test_a_request_finds_what_another_engine_has_on_their_node(
+@pytest.mark.usefixtures("patient")
+def test_a_request_finds_what_another_engine_stores_on_their_node(
     settings: VllmConfig, start_node: Callable[..., Node]
 ) -> None:
     nodes = [str(start_node().addresses[0])]
     with connected(settings, nodes=nodes) as one, connected(settings, nodes=nodes) as other:
         request, context = arrive(one, "first")
         assert stored_blocks(one, request) == 0
+        waiting, _ = arrive(other, "second")
+        for _ in range(20):
+            assert other.get_num_new_matched_tokens(waiting, 0)[0] is None
+            other.scheduler.manager.on_schedule_end(STEP_END)
+            time.sleep(0.005)
         compute(one, "first", context)
-        request, _ = arrive(other, "second")
-        assert stored_blocks(other, request) == BLOCKS
+        assert stored_blocks(other, waiting) == BLOCKS
+        assert tier_of(other).chunks.counters.total("prefix_waits", end="served") == 1
