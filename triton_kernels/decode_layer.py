@@ -23,6 +23,7 @@ from vllm_ssdkv.triton_kernels.attend import (
 from vllm_ssdkv.triton_kernels.codes import code_logits, rotated_queries
 from vllm_ssdkv.triton_kernels.merge import finish_parts
 from vllm_ssdkv.triton_kernels.misses import Misses, wait
+from vllm_ssdkv.triton_kernels.resident_pages import ResidentPages
 from vllm_ssdkv.triton_kernels.resolve import Choice, Listed, resolve
 from vllm_ssdkv.triton_kernels.score import page_logits
 from vllm_ssdkv.triton_kernels.step_rows import Batch, BatchRows, match
@@ -79,6 +80,8 @@ class DecodeLayer:
 
     Attributes:
         misses: Pages that a layer lacks.
+        hot: Places for pages that are chosen again; None: there are none. Set before the first
+            step.
         outcome: What became of each row of the tables in the latest step; see ``resolve.Choice``.
 
     Example::
@@ -116,6 +119,7 @@ class DecodeLayer:
         self.layout, self.shape, self.tables = layout, shape, tables
         self._slots, self._choosing = slots, choosing
         self.misses = Misses.empty(1, 0, shape, tables) if misses is None else misses
+        self.hot: ResidentPages | None = None
         device, rows, size = tables.device, shape.rows, layout.head_size
         every = BatchRows.empty(rows, window_blocks, device)
         self.outcome = every.outcome
@@ -228,6 +232,8 @@ class DecodeLayer:
         ``block_stride``: elements from a block in HBM to the next, of every layer.
         """
         self._now = self._of(len(batch.seq_lens))
+        if self.hot is not None:
+            self.hot.begin()
         match(
             batch,
             self.tables,
@@ -296,6 +302,8 @@ class DecodeLayer:
             row_pages = self.shape.blocks * self.layout.kv_heads * self.layout.groups
             listed, lost = now.listed.address, self.outcome
             wait(self.misses, listed, lost, layer=layer, row_pages=row_pages)
+        if self.hot is not None:
+            self.hot.serve(layer, now.listed, now.choice, self._slots)
         attend_parts(
             query,
             pages,

@@ -65,7 +65,6 @@ def test_requests_may_ask_for_what_a_graph_takes(selector: str) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (config("bounds", hbm_pages="1 GiB"), "sparse.hbm_pages"),
         (config("bounds", reuse_steps=4), "sparse.reuse_steps"),
         (config("bounds", dense_layers=1), "sparse.dense_layers"),
         (config("spread", estimate_rest=True), "sparse.estimate_rest"),

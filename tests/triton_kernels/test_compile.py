@@ -27,6 +27,7 @@ from vllm_ssdkv.kernels.operands.block_layout import (
 )
 from vllm_ssdkv.kernels.operands.page_list import PageList
 from vllm_ssdkv.kernels.operands.step_tables import StepTables
+from vllm_ssdkv.store.memory.device_memory import DeviceMemory
 from vllm_ssdkv.triton_kernels import (
     attend,
     choose,
@@ -38,6 +39,7 @@ from vllm_ssdkv.triton_kernels import (
     misses,
     order,
     pack,
+    resident_pages,
     resolve,
     score,
     step_rows,
@@ -454,6 +456,25 @@ def test_copy_pages(
     ptx = check(recorder, capability)
     # Two 8-byte words in one access, which is all that 16-byte alignment is for.
     assert ("ld.global.v2.b64" in ptx) == (align == 16)
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("sets", [1, 6])
+def test_resident_pages(
+    record: Callable[[ModuleType, str], Recorder], capability: int, sets: int
+) -> None:
+    recorders = [record(resident_pages, name) for name in ("_find_kernel", "_fill_kernel")]
+    layout = BlockLayout.unpadded(64, 16, 8, 128, torch.bfloat16)
+    identity = torch.zeros((4, 32), dtype=torch.int64)
+    shape = 2, 8, layout.page_stride_bytes
+    memory = DeviceMemory(4096, 16 * sets * resident_pages.WAYS, lambda source, to: None)
+    hot = resident_pages.ResidentPages.empty(memory, shape, identity)
+    numbers, places = torch.zeros(32, dtype=torch.int32), torch.zeros(32 * 128, dtype=torch.int64)
+    none = torch.zeros(0)
+    choice = resolve.Choice(numbers, numbers, numbers, numbers, none, none, *[none] * 4)
+    hot.serve(1, resolve.Listed(numbers, numbers, places, places), choice, layout)
+    for recorder in recorders:
+        check(recorder, capability)
 
 
 @pytest.mark.parametrize("capability", SHARED)

@@ -402,7 +402,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     gauge(
         "hot_pages_places",
         "pages",
-        "Single pages that fit into the GPU's reserved memory, all ranks (page, sparse).",
+        "Single pages that fit into the GPU's reserved memory, all ranks (page, sparse). Missing "
+        "where CUDA graphs manage it.",
     ),
     gauge(
         "hot_pages_held", "pages", "Single pages that the GPU's reserved memory holds, all ranks."

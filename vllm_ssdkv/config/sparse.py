@@ -302,8 +302,8 @@ class SparseConfig(ScoringConfig):
             ge=MIN_PART,
             description="GPU memory per worker for single chosen pages, so that they need not "
             "cross PCIe again. It comes on top of vLLM's memory, so lower "
-            "--gpu-memory-utilization by as much. On a CPU it is DRAM beside `dram_gib`, and "
-            "gains nothing.",
+            "--gpu-memory-utilization by as much. Where CUDA graphs hold whole steps, only these "
+            "use it. On a CPU it is DRAM beside `dram_gib`, and gains nothing.",
         ),
         Allowed(SIZE_TEXT, is_size=True),
         BeforeValidator(size_or_none),
@@ -330,7 +330,8 @@ class SparseConfig(ScoringConfig):
     page_policy: Annotated[
         Literal["lru", "frequency", "decay"],
         Field(
-            description="Eviction policy for single pages, in `page_cache` and in `hbm_pages`. "
+            description="Eviction policy for single pages, in `page_cache` and in `hbm_pages`, "
+            "which CUDA graphs manage by `lru`. "
             "`lru` evicts the page chosen longest ago, `decay` the page chosen least often, where "
             "each token takes three tenths off the earlier count. `frequency` evicts the page "
             "with the smallest frequency times read time (Swarm)."

@@ -37,8 +37,6 @@ def config_reason(config: SSDKVConfig) -> str:
         return "contexts lie on nodes (nodes)"
     if selector == "exact":
         return ""
-    if sparse.hbm_pages is not None:
-        return "pages are kept in HBM by the host (sparse.hbm_pages)"
     if sparse.reuse_steps > 1:
         return "what rows choose depends on steps before (sparse.reuse_steps)"
     if sparse.dense_layers:

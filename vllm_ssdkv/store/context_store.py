@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,12 @@ from vllm_ssdkv.store.read.peer_path import ReadPath
 from vllm_ssdkv.store.read.selected_context import SelectedContexts
 from vllm_ssdkv.store.tiered_store import TieredStore
 from vllm_ssdkv.store.write.summary_builder import SummaryBuilder
+
+_SLOT_BITS: Final = 30
+"""Bits of a slot's number in an identity."""
+
+_FILLINGS: Final = 1 << 24
+"""Numbers of fillings of a slot that identities tell apart."""
 
 _LEAST_ROOM = 8
 """Frames that must be free for running contexts' blocks to be brought in, unless fewer do."""
@@ -59,6 +66,8 @@ class ContextStore(TieredStore):
         self._pages: SelectedPageCache | None = None
         self._balancer: DramBalancer | None = None
         self._hot: GpuPageCache | None = None
+        self._filled = np.zeros(num_slots, dtype=np.int64)
+        """Number of times that each slot got other content."""
         self._policy: PageEvictionPolicy = "lru"
         self._num_slots = num_slots
         self._summaries: SummaryTable | None = None
@@ -105,6 +114,18 @@ class ContextStore(TieredStore):
             raise ValueError("slots without summaries: nothing can be chosen")
         geometry = self.files.geometry
         self._hot = GpuPageCache(memory, self._fetcher, geometry, self._num_slots, self._policy)
+
+    def take_hot_memory(self) -> DeviceMemory | None:
+        """Hand over the memory of :meth:`keep_hot_pages`, which the caller manages from now on,
+        before the first step; None: there is none."""
+        hot, self._hot = self._hot, None
+        return None if hot is None else hot.memory
+
+    def identities(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """A number for what each of these slots holds, [n], positive, which stands for nothing
+        else."""
+        found: NDArray[np.int64] = (self._filled[slots] % _FILLINGS << _SLOT_BITS) + slots
+        return found
 
     def divide_staging(self, pages: int) -> None:
         """Give :meth:`stream_x` half of the staging buffer, in pieces of so many pages of a layer.
@@ -344,6 +365,7 @@ class ContextStore(TieredStore):
             self._summaries.forget(slots)
         if self._hot is not None:
             self._hot.forget(slots)
+        self._filled[slots] += 1
 
     def summary_rows(self, slots: NDArray[np.int64]) -> SummaryRows | None:
         """Rows for what selectors must know of slots, [n], whose frames from :meth:`reserve_frames`

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from tests.triton_kernels.recorded import Recorded
+from vllm_ssdkv.base.errors import ConfigError
+from vllm_ssdkv.base.sizes import MIB
 from vllm_ssdkv.config.selectors import SelectorName
 from vllm_ssdkv.connector.graphs import piecewise_reason
 from vllm_ssdkv.connector.worker import paged_step, selector_registry
@@ -61,14 +63,20 @@ def decoded(
     store: Path,
     launches: str,
     steps: int = STEPS,
+    *,
+    hot: bool = False,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Logits of steps behind two prompts, with tokens that do not depend on them, and what rows
     chose in them. The last step is timed, and thus never one graph. Where rows choose, one lacks
-    frames of its first blocks."""
+    frames of its first blocks. ``hot``: the device has places for pages that are chosen again.
+    """
     draw = torch.Generator().manual_seed(1)
     found = []
     chooses = selector != "exact"
     config = config_of(selector, budget=0.85)
+    if hot:
+        sparse = config.sparse.model_copy(update={"hbm_pages": MIB})
+        config = config.model_copy(update={"sparse": sparse})
     with PagedDecoder(model, config, ROOM, store, durable=chooses) as one:
         for name, count in zip("ab", PROMPTS, strict=True):
             one.prefill(name, torch.randint(0, 256, (count,), generator=draw).tolist())
@@ -116,10 +124,12 @@ def test_one_graph_decodes_all_steps(
     monkeypatch.setattr(forward, "graphs_of", lambda _: new)
     monkeypatch.setattr(decoder, "events_of", lambda _: Passed)
     launches = "one CUDA graph a step"
-    got, counted = decoded(model, selector, tmp_path / "captured", launches, steps)
+    hot = selector == "bounds"
+    got, counted = decoded(model, selector, tmp_path / "captured", launches, steps, hot=hot)
     assert len(graphs) == 1 + PIECES
+    keep = ["_find", "_fill"] if hot else []
     asks = ["_wait"] if selector != "exact" else []
-    layer = ["_store", "_attend", *SCORED.get(selector, []), "_resolve", *asks, "_attend"]
+    layer = ["_store", "_attend", *SCORED.get(selector, []), "_resolve", *asks, *keep, "_attend"]
     names = [f"{name}_kernel" for name in ["_match", *[*layer, "_merge"] * 2]]
     assert graphs[0].launches == names
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
@@ -145,6 +155,19 @@ def test_where_a_capture_fails_the_host_chooses_and_counts(
     got, counted = decoded(model, "bounds", tmp_path / "refused", launches)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     assert counted == chosen
+
+
+def test_places_for_too_few_pages_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = make_model(small_config("llama", layers=20, head_size=16), CPU, torch.float32)
+    monkeypatch.setattr(forward, "graphs_of", lambda _: Recorded)
+    monkeypatch.setattr(decoder, "events_of", lambda _: Passed)
+    config = config_of("bounds")
+    sparse = config.sparse.model_copy(update={"hbm_pages": MIB})
+    config = config.model_copy(update={"sparse": sparse})
+    with pytest.raises(ConfigError, match="hbm_pages has room for 256 pages"):
+        PagedDecoder(model, config, ROOM, tmp_path, durable=False)
 
 
 def test_steps_are_served_whose_rows_tables_describe(

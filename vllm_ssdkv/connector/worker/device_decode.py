@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from vllm_ssdkv import _io
 from vllm_ssdkv.attention.native_choice import is_native
-from vllm_ssdkv.base.errors import StepError
+from vllm_ssdkv.base.errors import ConfigError, StepError
 from vllm_ssdkv.connector.names import PIECEWISE_FLAG
 from vllm_ssdkv.connector.worker.device_tables import DeviceTables, Event, Leases
 from vllm_ssdkv.kernels.operands.step_tables import MOST_MISSES, StepTables, TableRow
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vllm_ssdkv.base.metrics import Counters
     from vllm_ssdkv.connector.worker.page_mode import PageMode
     from vllm_ssdkv.connector.worker.paged_step import PagedStep
+    from vllm_ssdkv.store.memory.device_memory import DeviceMemory
     from vllm_ssdkv.store.read.miss_answers import MissAnswers
     from vllm_ssdkv.triton_kernels.step_rows import Batch
 
@@ -138,7 +139,10 @@ class DeviceDecode:
         self._rows_of: Any = importlib.import_module("vllm_ssdkv.triton_kernels.step_rows")
         window = -(-paged.config.window_tokens // layout.block_tokens) + 2
         self._window_blocks, self._block_tokens = window, layout.block_tokens
-        self.tables = DeviceTables(StepTables(rows, blocks, layout.num_blocks), device)
+        self._store = paged.store
+        hot = paged.store.take_hot_memory()
+        shape = StepTables(rows, blocks, layout.num_blocks, identified=hot is not None)
+        self.tables = DeviceTables(shape, device)
         self._misses = self._make_misses(paged)
         self._answers: MissAnswers | None = None
         if self._misses is not None:
@@ -157,6 +161,8 @@ class DeviceDecode:
             choosing=choosing,
             misses=self._misses,
         )
+        if hot is not None:
+            self._layer.hot = self._places_in(hot)
         outcome: torch.Tensor = self._layer.outcome
         pinned = device.type == "cuda"
         self._outcomes = [torch.zeros_like(outcome, device="cpu", pin_memory=pinned) for _ in "ab"]
@@ -170,6 +176,19 @@ class DeviceDecode:
             return None
         kernels: Any = importlib.import_module("vllm_ssdkv.triton_kernels.misses")
         return kernels.Misses.empty(self._geometry.layers, most, shape, self.tables.memory)
+
+    def _places_in(self, memory: DeviceMemory) -> Any:  # noqa: ANN401 - ``ResidentPages``
+        """Places for chosen pages in this memory."""
+        shape, geometry = self.tables.shape, self._geometry
+        kernels: Any = importlib.import_module("vllm_ssdkv.triton_kernels.resident_pages")
+        identities = self.tables.memory[shape.identities :].view(shape.rows, shape.blocks)
+        lists = geometry.layers, geometry.heads, geometry.page_bytes
+        if memory.places < (least := geometry.layers * geometry.heads * kernels.WAYS):
+            raise ConfigError(
+                f"sparse.hbm_pages has room for {memory.places} pages, and CUDA graphs keep at "
+                f"least {least}: raise it, or leave it out"
+            )
+        return kernels.ResidentPages.empty(memory, lists, identities)
 
     def _mailbox(self, misses: Any) -> _io.Mailbox:  # noqa: ANN401 - ``misses.Misses``
         mail = misses.requests.data_ptr(), misses.replies.data_ptr()
@@ -200,7 +219,8 @@ class DeviceDecode:
                 base = self._answers.begin(step.slots_of_rows())
                 service = base, int(1e9 * self._answers.patience_s)
                 self.answered = base != 0 and self._most_missing(rows) <= self._answers.room
-            changes = self.tables.update(rows, service)
+            slots = step.slots_of_rows() if shape.identified else []
+            changes = self.tables.update(rows, service, [*map(self._store.identities, slots)])
             if len(changes):
                 self._rows_of.change(self.tables.memory, changes)
 

@@ -7,7 +7,7 @@ knows what they hold, and sends what a step changes: one copy, which it does not
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 import numpy as np
@@ -93,12 +93,18 @@ class DeviceTables:
         self._turn = 0
 
     def update(
-        self, rows: Mapping[int, TableRow], service: tuple[int, int] = (0, 0)
+        self,
+        rows: Mapping[int, TableRow],
+        service: tuple[int, int] = (0, 0),
+        identities: Sequence[NDArray[np.int64]] = (),
     ) -> torch.Tensor:
         """Send what differs for a step with these rows, by the HBM block that each one's token is
         written to. Of two steps, the device must have done the one before the last.
 
-        ``service``: as in ``triton_kernels/misses.py``.
+        Args:
+            rows: See above.
+            service: As in ``triton_kernels/misses.py``.
+            identities: Of each row what its blocks hold, if the tables say it.
 
         Returns:
             The changes on the device: int64 [n, 2], place and value.
@@ -119,6 +125,9 @@ class DeviceTables:
             for begin, addresses in ((shape.frames, row.frames), (shape.records, row.records)):
                 places = begin + number * shape.blocks + np.arange(len(addresses))
                 found.append(self._differing(places, addresses.view(np.int64)))
+        for number, held in enumerate(identities):
+            places = shape.identities + number * shape.blocks + np.arange(len(held))
+            found.append(self._differing(places, held))
         every = np.concatenate(found)
         count = len(every)
         staged, self._turn = self._staging[self._turn, :count], (self._turn + 1) % STEPS

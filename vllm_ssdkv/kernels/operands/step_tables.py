@@ -28,11 +28,13 @@ class StepTables:
         rows: Rows of a step, at most.
         blocks: Blocks of a context, at most.
         hbm_blocks: Blocks in HBM.
+        identified: Whether the tables say what the blocks of rows hold.
     """
 
     rows: int
     blocks: int
     hbm_blocks: int
+    identified: bool = False
 
     @property
     def service(self) -> int:
@@ -56,9 +58,14 @@ class StepTables:
         return self.frames + self.rows * self.blocks
 
     @property
+    def identities(self) -> int:
+        """Begin of the identity of what each row's blocks hold, [rows, blocks], if it is there."""
+        return self.records + self.rows * self.blocks
+
+    @property
     def size(self) -> int:
         """Numbers in all tables."""
-        return self.records + self.rows * self.blocks
+        return self.identities + self.identified * self.rows * self.blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class GpuPageCache:
         policy: PageEvictionPolicy,
     ):
         """``fetcher`` brings what the memory does not have; ``slots`` are those of the store."""
-        self._memory = memory
+        self.memory = memory
         self._fetcher = fetcher
         self._cache = SelectedPageCache(memory, 0, geometry, memory.places, slots, policy)
 
@@ -112,7 +112,7 @@ class GpuPageCache:
         keys, places = asked.keys[asked.held :], asked.places[asked.held :]
         usable = good[others[first]] & (places != NO_PLACE)
         if usable.any():
-            self._memory.copy(fetch.below.address[first[usable]], places[usable])
+            self.memory.copy(fetch.below.address[first[usable]], places[usable])
         self._cache.complete(keys, places, usable, np.zeros(len(keys), dtype=np.uint16))
         fetch.coming = False
         fetch.address, here = self._cache.find(asked, fetch.pages)
