@@ -86,6 +86,7 @@ def test_a_request_remembers_what_a_tier_notes() -> None:
     key = base.make_offload_key(bytes(32), 3)
     context.set_offload_key_position(key, 48)
     assert context.get_offload_key_position(key) == 48
+    assert base.get_offload_group_idx(key) == 3
     assert len(key) == 36
 
 
@@ -117,6 +118,11 @@ def test_a_reset_drains_the_tiers_and_does_nothing_else_to_them() -> None:
     }
     whole = inspect.getsource(TieringOffloadingManager)
     assert whole.count("drain_jobs()\n") == source.count("drain_jobs()\n")
+
+
+def test_groups_without_a_window_are_looked_up_first() -> None:
+    source = inspect.getsource(offloading.OffloadingConnectorScheduler.__init__)
+    assert "_lookup_groups = self._full_attention_groups + self._sliding_window_groups" in source
 
 
 def test_a_tier_may_answer_a_look_up_later() -> None:
