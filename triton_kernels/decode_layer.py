@@ -262,6 +262,10 @@ class DecodeLayer:
     ) -> None:
         """Write a layer's attention to ``out``, for the batch of the latest :meth:`begin`.
 
+        Seven launches with :meth:`store`, six where no row scores pages, and five where none may
+        ask for any; eight by codes, which queries are rotated for by a launch of its own: each
+        program that scores would else rotate them again.
+
         Args:
             layer: Its number.
             query: [R, Hq, D].

@@ -505,6 +505,12 @@ class PagedDecoder:
         self.worker.collect(idle=False)
         return done
 
+    def leave_frames(self, names: Sequence[str], blocks: int | None = None) -> None:
+        """Have the first ``blocks`` of requests, or all, on the drives alone, which have them."""
+        store = self.worker.page_mode.store
+        for slots in store.whole_contexts(names):
+            store.frames.forget(slots[:blocks])
+
     def close(self) -> None:
         """Give everything back, the memory that CUDA has pinned first: another decoder's arena may
         lie at the same address."""

@@ -51,6 +51,8 @@ from vllm_ssdkv.profiling.decode_harness.models import (
 from vllm_ssdkv.profiling.decode_harness.tokens import (
     CHOOSING,
     FAMILIES,
+    ON_DRIVE,
+    check_drive,
     check_exact,
     check_selector,
 )
@@ -159,6 +161,9 @@ class Stage:
         for selector in CHOOSING:
             name = f"tokens of llama, {selector} at 1/8, against the CPU's kernels"
             self._check(name, partial(check_selector, selector))
+        for scored in ON_DRIVE:
+            name = f"tokens of llama, {scored} at 1/8 from the drive, against frames"
+            self._check(name, partial(check_drive, scored))
 
     def _check(self, name: str, work: Callable[[torch.device, Path], Figures]) -> None:
         if self._rows.is_done(name):

@@ -24,11 +24,17 @@ CHOOSING: Final[tuple[SelectorName, ...]] = (
     "swarm",
     "window",
 )
+ON_DRIVE: Final[tuple[SelectorName, ...]] = ("bounds", "adaptive")
+"""Selectors that are tried over a drive."""
+
 PROMPTS: Final = (333, 150)
 """Tokens of the prompts, which are decoded together."""
 
 COUNT: Final = 24
 """Tokens that are decoded."""
+
+_WRITE_S: Final = 60.0
+"""Seconds that blocks may take until they are on the drive."""
 
 ROOM: Final = Room(requests=len(PROMPTS), longest=512, chunk=64)
 WINDOW: Final = 32
@@ -72,14 +78,29 @@ def paged_logits(
     asked: Sequence[Sequence[int]],
     directory: Path,
     forced: Sequence[Sequence[int]] | None = None,
+    *,
+    on_drive: bool = False,
 ) -> tuple[list[list[int]], torch.Tensor]:
     """Tokens of each prompt, decoded together, and logits [steps, requests, vocabulary], on the
-    host. ``forced``: tokens that are decoded from in place of these."""
+    host.
+
+    Args:
+        model, config, asked, directory: See above.
+        forced: Tokens that are decoded from in place of these.
+        on_drive: Whether DRAM lacks the prompts' blocks.
+
+    Raises:
+        RuntimeError: they are not on the drive in time.
+    """
     with PagedDecoder(model, config, ROOM, directory) as decoder:
         names = [str(i) for i in range(len(asked))]
         logits = torch.stack(
             [decoder.prefill(name, ids) for name, ids in zip(names, asked, strict=True)]
         )
+        if on_drive:
+            if not decoder.drain(_WRITE_S):
+                raise RuntimeError(f"blocks were not written within {_WRITE_S:g} s")
+            decoder.leave_frames(names)
         tokens, seen = [], []
         for number in range(COUNT):
             seen.append(logits.float().cpu())
@@ -118,6 +139,18 @@ def check_selector(selector: SelectorName, device: torch.device, directory: Path
     got, found = paged_logits(model, config, asked, directory / "device", want)
     largest = float((found - logits).abs().max())
     return {**_compared(want, got), "largest_difference_of_logits": largest}
+
+
+def check_drive(selector: SelectorName, device: torch.device, directory: Path) -> dict[str, Any]:
+    """Decode with a budget of an eighth over prompts in frames, and over prompts on the drive, and
+    compare what comes out: it is the same, bit for bit."""
+    model: Any = make_model(small_config("llama", head_size=_head(device)), device, torch.float32)
+    asked, config = prompts(model.config.vocab_size), config_of(selector)
+    want, logits = paged_logits(model, config, asked, directory / "frames")
+    got, found = paged_logits(model, config, asked, directory / "drive", want, on_drive=True)
+    largest = float((found - logits).abs().max())
+    compared = {**_compared(want, got), "largest_difference_of_logits": largest}
+    return {**compared, "error": "other logits than expected"} if largest else compared
 
 
 def _head(device: torch.device) -> int:

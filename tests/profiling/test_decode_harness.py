@@ -54,7 +54,9 @@ from vllm_ssdkv.profiling.decode_harness.tokens import (
     CHOOSING,
     COUNT,
     FAMILIES,
+    ON_DRIVE,
     ROOM,
+    check_drive,
     check_exact,
     config_of,
     own_tokens,
@@ -111,6 +113,11 @@ def test_a_selector_that_may_choose_everything_loses_nothing(
     selector: SelectorName, tmp_path: Path
 ) -> None:
     assert "error" not in check_exact("llama", selector, CPU, tmp_path / "store")
+
+
+@pytest.mark.parametrize("selector", ON_DRIVE)
+def test_where_a_context_lies_changes_no_bit(selector: SelectorName, tmp_path: Path) -> None:
+    assert "error" not in check_drive(selector, CPU, tmp_path)
 
 
 @pytest.mark.parametrize("scorer", ["bounds", "sparf"])
@@ -410,7 +417,7 @@ def test_what_was_measured_before_the_end_is_there(tmp_path: Path) -> None:
 def test_cases_without_time_say_so(tmp_path: Path) -> None:
     rows = rehearse(tmp_path, seconds=0)
     cases = sum(len(group.cases) for group in groups(Scale.rehearsal()))
-    assert len(rows) == cases + len(FAMILIES) + 2 * len(CHOOSING)
+    assert len(rows) == cases + len(FAMILIES) + 2 * len(CHOOSING) + len(ON_DRIVE)
     assert {row.error for row in rows} == {NO_TIME}
     assert not any(row.ok for row in rows)
 
@@ -427,7 +434,7 @@ def test_a_case_that_fails_names_its_error_and_the_others_go_on(
     errors = [row.error for row in rows if not row.ok]
     assert len(errors) == len(FAMILIES) + len(CHOOSING)
     assert all("ValueError: a kernel is wrong" in error for error in errors)
-    assert sum(row.ok for row in rows) == len(CHOOSING)
+    assert sum(row.ok for row in rows) == len(CHOOSING) + len(ON_DRIVE)
 
 
 def test_other_tokens_than_expected_are_a_failure(
@@ -436,6 +443,7 @@ def test_other_tokens_than_expected_are_a_failure(
     wrong = {"tokens": 48, "tokens_equal": 47, "error": "other tokens than expected"}
     monkeypatch.setattr(stage, "check_exact", lambda *_: dict(wrong))
     monkeypatch.setattr(stage, "check_selector", lambda *_: dict(wrong))
+    monkeypatch.setattr(stage, "check_drive", lambda *_: dict(wrong))
     monkeypatch.setattr(stage, "groups", lambda scale: [])
     rows = rehearse(tmp_path)
     assert {(row.ok, row.error) for row in rows} == {(False, "other tokens than expected")}

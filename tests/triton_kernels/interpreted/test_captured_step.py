@@ -53,8 +53,7 @@ class Passed:
 def forget_frames(one: PagedDecoder) -> None:
     """Have the first blocks of a request on the drive alone."""
     assert one.drain(30)
-    store: Any = one.worker.store
-    store.frames.forget(store.whole_contexts(["a"])[0][:2])
+    one.leave_frames(["a"], blocks=2)
 
 
 def decoded(

@@ -143,8 +143,7 @@ def steps(batch: Batch) -> list[torch.Tensor]:
 def forget_frames(batch: Batch) -> None:
     """Have the first blocks of a request on the drive alone."""
     assert batch.decoder.drain(30)
-    store: Any = batch.decoder.worker.store
-    store.frames.forget(store.whole_contexts(["a"])[0][:2])
+    batch.decoder.leave_frames(["a"], blocks=2)
 
 
 def steps_from_drives(batch: Batch) -> tuple[list[torch.Tensor], list[float]]:
