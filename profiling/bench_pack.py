@@ -32,7 +32,7 @@ from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.summary_builder import KernelSummaryBuilder
 from vllm_ssdkv.profiling.rig.measure import by_turns, timed, write_json
 from vllm_ssdkv.store.cache.frames import FrameCache
-from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
+from vllm_ssdkv.store.format.slot_geometry import PAGE_ALIGN, SlotGeometry, round_up
 from vllm_ssdkv.store.memory.arena import Arena
 from vllm_ssdkv.store.memory.summary_rows import (
     SummaryRows,
@@ -91,7 +91,7 @@ def calls(
     with_keys = geometry.channel_pages > 0
     size = row_bytes(geometry, shape.page_tokens, channels=with_keys)
     behind = rows_at + shape.blocks * size
-    arena = Arena(behind + shape.blocks * geometry.tail_bytes)
+    arena = Arena(round_up(behind + shape.blocks * geometry.tail_bytes, PAGE_ALIGN))
     arena.view(0, arena.nbytes).fill(0)
     frames = FrameCache(arena, 0, geometry.frame_bytes, count, count)
     steps = np.arange(shape.blocks, dtype=np.uint64) * np.uint64(geometry.tail_bytes)

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from vllm_ssdkv.kernels.dense import TritonKernels, wait_for
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout, BlockSource
 from vllm_ssdkv.kernels.operands.token_order import TokenOrder
-from vllm_ssdkv.kernels.packing import Packing
-from vllm_ssdkv.kernels.paged import CpuPageKernels, PageKernels, TritonPageKernels
+from vllm_ssdkv.kernels.paged import CpuPageKernels, Packing, PageKernels, TritonPageKernels
 from vllm_ssdkv.kernels.scoring import CpuScoringKernels, TritonScoringKernels
 from vllm_ssdkv.kernels.tensor_digest import TensorProbe, digest_tensors
 from vllm_ssdkv.profiling.attention_problem import RowShape, attention_problem

@@ -20,8 +20,7 @@ from tests.store.tails import addresses, rows_of, tails_of
 from vllm_ssdkv import _kernels
 from vllm_ssdkv.kernels.operands.block_layout import DTYPES, BlockLayout
 from vllm_ssdkv.kernels.operands.token_order import TokenOrder
-from vllm_ssdkv.kernels.packing import Packing
-from vllm_ssdkv.kernels.paged import CpuPageKernels, PageKernels
+from vllm_ssdkv.kernels.paged import CpuPageKernels, Packing, PageKernels
 from vllm_ssdkv.profiling.dense_oracle import write_block
 from vllm_ssdkv.store.format.slot_geometry import PAGE_RECORDS, SlotGeometry
 from vllm_ssdkv.store.memory.summary_rows import SummaryRows, summary_bytes, with_summaries

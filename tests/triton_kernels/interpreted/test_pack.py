@@ -13,8 +13,7 @@ from tests.store.tails import addresses, rows_of, tails_of
 from tests.triton_kernels.recorded import Recorded
 from vllm_ssdkv.kernels.dense import TritonKernels
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
-from vllm_ssdkv.kernels.packing import Packing
-from vllm_ssdkv.kernels.paged import CpuPageKernels, TritonPageKernels
+from vllm_ssdkv.kernels.paged import CpuPageKernels, Packing, TritonPageKernels
 from vllm_ssdkv.triton_kernels.pack import copy_pages
 
 CPU = torch.device("cpu")

@@ -15,11 +15,11 @@ from vllm_ssdkv import _io
 from vllm_ssdkv.base.errors import UnsupportedError
 from vllm_ssdkv.connector.kv_layout import layer_offsets
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
-from vllm_ssdkv.store.memory.summary_rows import SummaryRows
 from vllm_ssdkv.store.tier import FrameMemory
 
 if TYPE_CHECKING:
     from vllm_ssdkv.connector.worker.device_blocks import DeviceBlocks
+    from vllm_ssdkv.store.memory.summary_rows import SummaryRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)

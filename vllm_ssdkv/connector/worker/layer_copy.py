@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -29,7 +29,11 @@ from vllm_ssdkv.connector.messages import CopyToDram, SlotArray
 from vllm_ssdkv.connector.worker.block_copy import BlockPort, LeavingBlocks
 from vllm_ssdkv.connector.worker.stream_fence import StreamFence
 from vllm_ssdkv.store.io.engines.daemon_executor import DaemonExecutor
-from vllm_ssdkv.store.memory.summary_rows import SummaryRows
+
+if TYPE_CHECKING:
+    from vllm_ssdkv.store.memory.summary_rows import SummaryRows
+
+    ReserveRows = Callable[[SlotArray], SummaryRows | None]
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +47,6 @@ about as long as copying it. On the CPU no layer goes alone: its copy would take
 computes, and the step gains nothing (``bench_engine``). Tests and benches set another bound."""
 
 Reserve = Callable[[SlotArray], NDArray[np.int32]]
-ReserveRows = Callable[[SlotArray], SummaryRows | None]
 
 
 def _no_rows(_: SlotArray) -> None:

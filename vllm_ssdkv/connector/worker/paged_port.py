@@ -12,8 +12,7 @@ from vllm_ssdkv.connector.worker.block_copy import LeavingBlocks
 from vllm_ssdkv.connector.worker.token_ordering import TokenOrdering
 from vllm_ssdkv.kernels.dense import AttentionKernels, CpuKernels, wait_for
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
-from vllm_ssdkv.kernels.packing import Packing
-from vllm_ssdkv.kernels.paged import CpuPageKernels, PageKernels, select_page_kernels
+from vllm_ssdkv.kernels.paged import CpuPageKernels, Packing, PageKernels, select_page_kernels
 from vllm_ssdkv.store.cache.frames import FrameCache
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.memory.summary_rows import SummaryRows

@@ -13,12 +13,12 @@ from vllm_ssdkv.connector.messages import CopyFrames, CopyToDram, Flush, RankRep
 from vllm_ssdkv.connector.worker.block_copy import BlockPort, LeavingBlocks
 from vllm_ssdkv.connector.worker.layer_copy import LayerCopier
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
-from vllm_ssdkv.store.memory.summary_rows import SummaryRows
 from vllm_ssdkv.store.tier import TierStore
 from vllm_ssdkv.store.tiered_store import TieredStore
 
 if TYPE_CHECKING:
     from vllm_ssdkv.connector.worker.page_mode import PageMode
+    from vllm_ssdkv.store.memory.summary_rows import SummaryRows
 
 
 class Saves:

@@ -40,7 +40,6 @@ from vllm_ssdkv.connector.worker.rank_store import RankAccess, StoreWork
 from vllm_ssdkv.connector.worker.saves import Saves
 from vllm_ssdkv.connector.worker.step_timer import StepTimer
 from vllm_ssdkv.connector.worker.stream_fence import StreamFence
-from vllm_ssdkv.kernels.operands.step_tables import MOST_MISSES
 from vllm_ssdkv.store.own_store import owned
 from vllm_ssdkv.store.tier import TierStore
 from vllm_ssdkv.store.tiered_store import TieredStore
@@ -163,6 +162,8 @@ class SSDKVWorker:
         plan = owned(self._own).opened.plan
         if not plan.chosen_places:
             return 0
+        from vllm_ssdkv.kernels.operands.step_tables import MOST_MISSES
+
         of_layer = plan.chosen_places / self.layout.geometry.layers
         return int(min(plan.kept_places, MOST_MISSES) / of_layer)
 
