@@ -362,9 +362,11 @@ class SparseDecode:
             )
         return found
 
-    def count_listed(self, chosen: int, short: int) -> None:
-        """Count the pages that a device has chosen in this step's layers, and its lists that have
-        less mass than was wanted. The mass that they miss stays with the device."""
+    def count_listed(self, chosen: int, short: int, read: int) -> None:
+        """Count the pages that a device has chosen in this step's layers, its lists that have less
+        mass than was wanted, and the pages that it has ``read`` for all rows, also those that take
+        all of theirs: nobody knows for whom it lacked some. The mass that they miss stays with the
+        device."""
         lists, counts = self._layout.kv_heads * len(self._next), self.counts
         rows, blocks = len(self.contexts.rows), len(self.contexts.slots)
         counts.lists += lists * rows
@@ -372,7 +374,7 @@ class SparseDecode:
         counts.short += short
         counts.tokens += chosen * self._layout.page_tokens
         counts.context += lists * blocks * self._layout.groups
-        self.contexts.fetched.frame += chosen
+        self.contexts.fetched.frame += read
 
     def choosing_rows(self, batch: RowBatch, query: torch.Tensor) -> _kernels.ChoosingRows | None:
         """The rows that choose, as native code takes them; None: all are lost. ``query`` [T, Hq, D]

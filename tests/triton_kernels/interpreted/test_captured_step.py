@@ -12,6 +12,7 @@ import torch
 from tests.triton_kernels.recorded import Recorded
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.base.sizes import MIB
+from vllm_ssdkv.config.request import RequestOptions
 from vllm_ssdkv.config.selectors import SelectorName
 from vllm_ssdkv.connector.graphs import piecewise_reason
 from vllm_ssdkv.connector.worker import paged_step, selector_registry
@@ -167,6 +168,28 @@ def test_places_for_too_few_pages_are_refused(
     config = config.model_copy(update={"sparse": sparse})
     with pytest.raises(ConfigError, match="hbm_pages has room for 256 pages"):
         PagedDecoder(model, config, ROOM, tmp_path, durable=False)
+
+
+def test_a_row_that_attends_to_all_of_its_pages_may_lack_more_than_others_choose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = make_model(small_config("llama", layers=2, head_size=16), CPU, torch.float32)
+    monkeypatch.setattr(forward, "graphs_of", lambda _: Recorded)
+    monkeypatch.setattr(decoder, "events_of", lambda _: Passed)
+    with PagedDecoder(model, config_of("window", budget=0.2), ROOM, tmp_path) as one:
+        one.start("a", PROMPTS[0], RequestOptions(selector="exact"))
+        one.start("b", 60)
+        for name, count in (("a", PROMPTS[0]), ("b", 60)):
+            one.prefill(name, [1] * count)
+        forget_frames(one)
+        for _ in range(2):
+            one.step(["a", "b"], torch.tensor([1, 1]))
+        assert one.passes.launches == "one CUDA graph a step"
+        counters, tiers = one.worker.counters, ("dram", "page_cache", "ssd")
+        found = [counters.total("sparse_pages_fetched", tier=tier) for tier in tiers]
+        lacked = 2 * one.layout.geometry.pages_per_layer * 2
+        assert found[1:] == [0, lacked]
+        assert found[0] > 0
 
 
 def test_steps_are_served_whose_rows_tables_describe(

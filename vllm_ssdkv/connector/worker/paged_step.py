@@ -424,7 +424,11 @@ class PagedStep:
             return
         place = {block: i for i, block in enumerate(blocks)}
         mine = [place[self._rows[i].write_block] for i in self._choosing]
-        self._decode.count_listed(sum(chosen[i] for i in mine), sum(short[i] for i in mine))
+        self._decode.count_listed(
+            sum(chosen[i] for i in mine),
+            sum(short[i] for i in mine),
+            sum(chosen[: len(blocks)]),
+        )
         counters.add_keyed(CHOICE_KEYS, self._chosen(self._decode))
 
     def count_misses(self, served: _io.Served) -> None:
