@@ -64,7 +64,8 @@ def _list_pages(
     missing = taken & (frame == 0)
     count = tl.sum(missing.to(tl.int64), 0)
     if count > 0:
-        if (miss_room > 0) & (tl.load(lost_ptr) == 0):
+        # Threads branch together by a word that one of them has read: other programs write it.
+        if (miss_room > 0) & (tl.atomic_add(lost_ptr, 0, sem="relaxed") == 0):
             begin = tl.atomic_add(miss_ptr, count)
             i = begin + tl.cumsum(missing.to(tl.int32), 0) - 1
             listed = missing & (i < miss_room)
