@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <utility>
 
 #include "io/slot/memory.hpp"
 #include "suite.hpp"
@@ -190,6 +191,20 @@ void answers_hostile_keys() {
   rig.end(*service);
 }
 
+void slots_that_do_not_exist_lose_pages() {
+  Rig rig;
+  const auto service = rig.serve(kPatience);
+  const int64_t slot = std::exchange(rig.slots[0][0], kSlots);
+  const std::vector<int64_t> keys{1, kLayerPages + 1};
+  check(ask(rig, rig.begin(*service), 0, keys, kSure) == std::vector<int64_t>{0, 0}, "nothing");
+  const Served served = service->disarm();
+  check(served.requests == 1 && served.lost == keys.size(), "it is told");
+  check(rig.cache.taken() == 0, "nothing is taken");
+  rig.slots[0][0] = slot;
+  check_pages(rig, 0, keys, ask(rig, rig.begin(*service), 0, keys, kSure), false);
+  rig.end(*service);
+}
+
 void more_pages_than_places_are_lost() {
   Rig rig;
   const auto service = rig.serve(kPatience);
@@ -284,6 +299,7 @@ Tests miss_service_tests() {
   return {{"a device's requests are answered", [] { answers_a_stream(true); }},
           {"a device's requests are answered without an engine", [] { answers_a_stream(false); }},
           {"a device's requests for no page", answers_hostile_keys},
+          {"a device's requests for slots that do not exist", slots_that_do_not_exist_lose_pages},
           {"a device's requests for too many pages", more_pages_than_places_are_lost},
           {"a device's requests while a drive hangs", a_hung_drive_loses_pages},
           {"a device's requests while copies are read", a_late_slow_lane_gives_places_back},

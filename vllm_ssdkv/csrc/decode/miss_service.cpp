@@ -130,12 +130,7 @@ void MissService::run() noexcept {
       std::unique_lock<std::mutex> lock(turn_);
       changed_.wait(lock, [this] { return closing_ || (base_ != 0 && !wanted_); });
       if (closing_) return;
-      try {
-        if (look()) active = Clock::now();
-      } catch (const std::exception&) {  // the device's deadline tells
-        closing_ = true;
-        return;
-      }
+      if (look()) active = Clock::now();
     }
     rest(active);
   }
@@ -152,17 +147,24 @@ bool MissService::look() {
   if (ticket <= latest_ || ticket > base_ + mail_.layers) return false;
   latest_ = ticket;
   int64_t* const reply = of_step(mail_.replies);
-  serve(request, reply);
+  const auto count = static_cast<size_t>(std::clamp<int64_t>(request[1], 0, mail_.most));
+  try {
+    serve(request, count, reply);
+  } catch (const std::exception&) {  // no memory, or no such slot: these pages are lost
+    std::fill_n(reply + kMailHead, count, 0);
+    reply[1] = static_cast<int64_t>(count);
+    ++served_.requests;
+    served_.lost += count;
+  }
   std::atomic_ref<int64_t>(*reply).store(ticket, std::memory_order_release);
   answered_.fetch_add(1, std::memory_order_relaxed);
   return true;
 }
 
-void MissService::serve(const int64_t* request, int64_t* reply) {
+void MissService::serve(const int64_t* request, size_t count, int64_t* reply) {
   // Whoever asks has done with the pages of the layer before.
   cache_.release(std::exchange(taken_, {}));
   settle();
-  const auto count = static_cast<size_t>(std::clamp<int64_t>(request[1], 0, mail_.most));
   const int64_t first = (latest_ - base_ - 1) * mail_.layer_pages;
   std::vector<int64_t> slots, numbers;
   std::vector<size_t> known;

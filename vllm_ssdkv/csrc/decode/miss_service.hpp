@@ -122,7 +122,7 @@ class MissService {
 
   void run() noexcept;
   bool look();
-  void serve(const int64_t* request, int64_t* reply);
+  void serve(const int64_t* request, size_t count, int64_t* reply);
   void bring(AskedPages& asked);
   void read_fast(Read& read);
   void read_slowly(Read& read);
