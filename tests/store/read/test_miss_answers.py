@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tests.kit.waiting import until
 from tests.store.chosen_pages import BOTH, context, right
@@ -15,6 +17,7 @@ from tests.store.conftest import SHORT_S, SUMMED, MakeStore, StoreRig, array
 from vllm_ssdkv import _io
 from vllm_ssdkv.store.format.slot_geometry import SlotGeometry
 from vllm_ssdkv.store.io.engines.protocol import Op
+from vllm_ssdkv.store.io.verified_read import VerifiedRead
 from vllm_ssdkv.store.read.miss_answers import MissAnswers
 
 BLOCKS, MOST = 8, 24
@@ -204,6 +207,31 @@ def test_a_drive_on_which_native_code_has_waited_in_vain_is_out_of_use(
             False,
         ]
         rig.faults()
+
+
+def test_a_read_that_ends_behind_its_step_finds_nothing_out(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slots may be another's by then, and nobody knows their checksums any more."""
+    rig = make_store(SUMMED)
+    ends, finish = threading.Event(), VerifiedRead.finish
+
+    def late(read: VerifiedRead) -> NDArray[np.bool_]:
+        assert ends.wait(60)
+        return finish(read)
+
+    with device_of(rig, SHORT_S) as device:
+        monkeypatch.setattr(VerifiedRead, "finish", late)
+        device.begin()
+        assert not any(device.ask(0, every(device, 1)))
+        device.end()
+        rig.store.drop_context("r")
+        ends.set()
+        until(lambda: bool(device.answers._ended), "the read")
+        device.slots = []
+        device.begin()
+        device.end()
+        assert rig.store._fetcher.take_bad() == []
 
 
 def test_nobody_answers_behind_the_end(make_store: MakeStore) -> None:

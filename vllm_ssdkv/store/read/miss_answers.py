@@ -83,8 +83,10 @@ class MissAnswers:
         self._armed = self._closing = False
         self._errors = ThreadErrors(files.counters, "misses")
         self._lock = threading.Lock()
-        self._ended: list[tuple[VerifiedRead, list[_Lent]]] = []
-        """Reads of the thread that have ended since the last look."""
+        self._step = 0
+        self._ended: list[tuple[int, VerifiedRead, list[_Lent]]] = []
+        """Reads of the thread that have ended since the last look, and the steps that they are
+        of."""
         self._thread = threading.Thread(target=self._run, name="ssdkv-misses", daemon=True)
         self._thread.start()
 
@@ -105,6 +107,7 @@ class MissAnswers:
             What tickets of the step are counted from; 0: nobody answers any more.
         """
         self._fetcher.settle(wait=True)
+        self._step += 1
         self._settle()
         base = self._service.arm(list(slots), self._stripes())
         self._armed = base != 0
@@ -147,13 +150,15 @@ class MissAnswers:
         self._thread.join(self.patience_s)
 
     def _settle(self) -> None:
-        """Take in what the thread has read."""
+        """Take in what the thread has read. Of a step that is over it has found nothing out: its
+        slots may have been another's meanwhile."""
         with self._lock:
             ended, self._ended = self._ended, []
-        for read, lent in ended:
+        for step, read, lent in ended:
             slots = read.extents.slots
-            self._fetcher.bad += np.unique(slots[read.bad]).tolist()
-            self._fetcher.unread += np.unique(slots[read.unread]).tolist()
+            if step == self._step:
+                self._fetcher.bad += np.unique(slots[read.bad]).tolist()
+                self._fetcher.unread += np.unique(slots[read.unread]).tolist()
             for places, request in lent:
                 self._cache.lend(places, request)
 
@@ -178,7 +183,7 @@ class MissAnswers:
         devices: NDArray[np.uint16],
     ) -> None:
         """Read pages; what became of each, and its device, are written."""
-        mine = self._fetcher.submit(keys, places)
+        step, mine = self._step, self._fetcher.submit(keys, places)
         read = mine.read
         states[:], lent = _HELD, [(places, read.request)]
         try:
@@ -189,4 +194,4 @@ class MissAnswers:
             states[union(holders, len(states))] = _HELD
         finally:
             with self._lock:
-                self._ended.append((read, lent))
+                self._ended.append((step, read, lent))
