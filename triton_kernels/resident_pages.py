@@ -132,7 +132,8 @@ def _fill_kernel(
             position = tl.load(position_ptr + i)
             key, number = _key_and_set(position, identity_ptr, chosen, sets, GROUPS, PAGE_TOKENS)
             first = (line % KV_HEADS * sets + number) * WAYS
-            used = tl.load(used_ptr + first + way)
+            # One thread reads for all: other programs write these words, and all must agree.
+            used = tl.atomic_add(used_ptr + first + way, 0, sem="relaxed")
             oldest = tl.min(used, 0)
             place = first + tl.min(tl.where(used == oldest, way, WAYS), 0)
             if oldest < now:  # noqa: SIM102 - a kernel has no short circuit
