@@ -186,9 +186,16 @@ void answers_hostile_keys() {
   const std::vector<int64_t> keys{-1, 1, kRows * kBlocks * kLayerPages,
                                   std::numeric_limits<int64_t>::max(),
                                   std::numeric_limits<int64_t>::min()};
-  const auto found = ask(rig, rig.begin(*service), 0, keys, kSure);
+  const int64_t base = rig.begin(*service);
+  const auto found = ask(rig, base, 0, keys, kSure);
   check(found[1] != 0 && std::count(found.begin(), found.end(), 0) == 4, "no such pages");
+  const auto at = base / kLayers % 2 * (static_cast<int64_t>(kMailHead) + kMost);
+  int64_t* const request = rig.requests.data() + at;
+  request[1] = std::numeric_limits<int64_t>::max();
+  std::atomic_ref<int64_t>(*request).store(base + 2, std::memory_order_release);
+  while (service->answered() != 2) std::this_thread::yield();
   rig.end(*service);
+  check(rig.replies[static_cast<size_t>(at) + 1] <= kMost, "no more than there is room for");
 }
 
 void slots_that_do_not_exist_lose_pages() {
@@ -278,6 +285,22 @@ void nobody_is_answered_behind_the_end() {
   check(rig.begin(*service) == 0, "and says so");
 }
 
+void an_end_waits_for_no_slow_lane() {
+  Rig rig;
+  const auto service = rig.serve(kPatience, false);
+  const int64_t base = rig.begin(*service);
+  std::thread stream(
+      [&] { check(ask(rig, base, 0, {1}, kSure) == std::vector<int64_t>{0}, "it is lost"); });
+  check(service->next(deadline_after(kPatience)).has_value(), "it is asked for");
+  const auto begun = Clock::now();
+  service->close();
+  check(Clock::now() - begun < std::chrono::seconds(30), "nobody waits for who does not answer");
+  stream.join();
+  check(!service->next(deadline_after(kPatience)), "there is nothing more to read");
+  check(Clock::now() - begun < std::chrono::seconds(30), "and nobody waits for it");
+  rig.end(*service);
+}
+
 // A step that the device has not ended in time asks in the mail of another one.
 void tickets_of_other_steps_are_passed_over() {
   Rig rig;
@@ -288,6 +311,7 @@ void tickets_of_other_steps_are_passed_over() {
   const int64_t second = rig.begin(*service);
   check(ask(rig, first, 2, keys, kShort).empty(), "it is over");
   check(ask(rig, second - 2 * kLayers, 2, keys, kShort).empty(), "long ago");
+  check(ask(rig, second, kLayers, keys, kShort).empty(), "nor is there such a layer");
   check(!ask(rig, second, 2, keys, kSure).empty(), "this one is not");
   check(ask(rig, second, 1, keys, kShort).empty(), "nor do layers come twice");
   rig.end(*service);
@@ -303,6 +327,7 @@ Tests miss_service_tests() {
           {"a device's requests for too many pages", more_pages_than_places_are_lost},
           {"a device's requests while a drive hangs", a_hung_drive_loses_pages},
           {"a device's requests while copies are read", a_late_slow_lane_gives_places_back},
+          {"a device's requests while nobody reads copies", an_end_waits_for_no_slow_lane},
           {"a device's requests of other steps", tickets_of_other_steps_are_passed_over},
           {"a device's requests behind the end", nobody_is_answered_behind_the_end}};
 }
