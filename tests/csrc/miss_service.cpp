@@ -235,7 +235,10 @@ void a_hung_drive_loses_pages() {
   const int64_t base = rig.begin(*service);
   check(ask(rig, base, 0, keys, kSure) == std::vector<int64_t>{0, 0}, "they are lost");
   rig.hangs = false;
+  std::thread slow(
+      [&] { check(!service->next(deadline_after(0.2)), "nor is anything asked of others"); });
   check(ask(rig, base, 1, other, kSure) == std::vector<int64_t>{0, 0}, "nothing more is read");
+  slow.join();
   Served served = service->disarm();
   check(served.lost == 4 && served.requests == 2 && served.overdue.size() == 1, "it is told");
   rig.cache.release(served.places);
@@ -270,6 +273,35 @@ void a_late_slow_lane_gives_places_back() {
   const int64_t next = rig.begin(*service);
   check(rig.cache.taken() == 1, "one is with who reads slowly");
   check_pages(rig, 0, keys, ask(rig, next, 0, keys, kSure), false);
+  rig.end(*service);
+}
+
+void a_late_answer_is_not_taken_for_another() {
+  Rig rig;
+  const auto service = rig.serve(0.1, false);
+  int64_t base = rig.begin(*service);
+  std::thread first([&] { check(ask(rig, base, 0, {1}, kSure)[0] == 0, "it is lost"); });
+  check(service->next(deadline_after(kPatience)).has_value(), "it is asked for");
+  first.join();
+  rig.end(*service);
+  base = rig.begin(*service);
+  std::thread second([&] {
+    const std::vector<int64_t> keys{5};
+    const auto found = ask(rig, base, 0, keys, kSure);
+    if (found[0] != 0) check_pages(rig, 0, keys, found, true);
+  });
+  std::this_thread::sleep_for(milliseconds(20));
+  service->answer(std::vector<uint8_t>{1}, std::vector<uint16_t>{0});
+  second.join();
+  rig.end(*service);
+}
+
+void pages_without_digests_are_lost() {
+  Rig rig;
+  const auto service = rig.serve(0.02);
+  rig.row_of[static_cast<size_t>(rig.slots[0][1])] = -1;
+  const auto found = ask(rig, rig.begin(*service), 0, {1, kLayerPages + 1}, kSure);
+  check(found[0] != 0 && found[1] == 0, "nobody knows whether it is right");
   rig.end(*service);
 }
 
@@ -328,6 +360,8 @@ Tests miss_service_tests() {
           {"a device's requests while a drive hangs", a_hung_drive_loses_pages},
           {"a device's requests while copies are read", a_late_slow_lane_gives_places_back},
           {"a device's requests while nobody reads copies", an_end_waits_for_no_slow_lane},
+          {"a device's requests behind a late answer", a_late_answer_is_not_taken_for_another},
+          {"a device's requests for unknown pages", pages_without_digests_are_lost},
           {"a device's requests of other steps", tickets_of_other_steps_are_passed_over},
           {"a device's requests behind the end", nobody_is_answered_behind_the_end}};
 }

@@ -270,11 +270,13 @@ class Host:
     Attributes:
         asked: Keys of each layer that has asked.
         lost: Keys that have no answer.
+        most: Pages that a layer has asked for, at most.
     """
 
     def __init__(self, steps: Steps, base: int, lost: tuple[int, ...] = ()) -> None:
         self.steps, self.base, self.lost = steps, base, lost
         self.asked: dict[int, list[int]] = {}
+        self.most = 0
         self.spare = torch.zeros((LAYERS, MOST, 1024), dtype=torch.uint8)
 
     def answer(self, stop: threading.Event) -> None:
@@ -285,6 +287,7 @@ class Host:
             if not latest < (ticket := int(request[0])) <= self.base + LAYERS:
                 continue
             latest, layer = ticket, ticket - self.base - 1
+            self.most = max(self.most, int(request[1]))
             keys = self.asked[layer] = request[2 : 2 + request[1]].tolist()
             for i, key in enumerate(keys):
                 row, block = divmod(key // (KV_HEADS * GROUPS), SHAPE.blocks)
@@ -380,6 +383,13 @@ def test_where_nobody_answers_rows_are_lost_after_one_deadline() -> None:
     assert steps.layer.outcome[0].nonzero().flatten().tolist() == [steps.places[0]]
     assert steps.misses.requests[1, 0] == LAYERS + 1
     assert steps.misses.state.tolist() == [0, LAYERS]
+    # Nor does a row ask that lacks pages in a layer behind that one alone.
+    steps.service = 2 * LAYERS, SOON_NS
+    steps.misses.state[1] = 2 * LAYERS
+    steps.prepare({0: Row(4, 3, without_frame=1)}, seed=2)
+    steps.run()
+    assert steps.misses.requests[0, 0] == 0
+    steps.misses.state[1] = LAYERS
     # The next step asks again.
     steps.service = 2 * LAYERS, SURE_NS
     rows = {0: Row(4, 3, without_frame=1)}
@@ -396,6 +406,6 @@ def test_what_a_layer_has_no_room_to_ask_for_loses_rows() -> None:
     steps.prepare({0: Row(4, 3, without_frame=1), 1: Row(5, 2, without_frame=4)}, seed=1)
     with host(steps, LAYERS) as answers:
         steps.run()
-    assert len(answers.asked[0]) == most
+    assert len(answers.asked[0]) == most == answers.most
     assert steps.layer.outcome[0].nonzero().flatten().tolist() == [steps.places[1]]
     steps.compare()
