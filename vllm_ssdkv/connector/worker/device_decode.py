@@ -144,9 +144,6 @@ class DeviceDecode:
         shape = StepTables(rows, blocks, layout.num_blocks, identified=hot is not None)
         self.tables = DeviceTables(shape, device)
         self._misses = self._make_misses(paged)
-        self._answers: MissAnswers | None = None
-        if self._misses is not None:
-            self._answers = paged.store.answer_misses(self._mailbox(self._misses))
         choosing, own = None, self._own
         if own is not None:
             sinks = -(-own.sink_tokens // paged.block_layout.page_tokens)
@@ -167,6 +164,9 @@ class DeviceDecode:
         pinned = device.type == "cuda"
         self._outcomes = [torch.zeros_like(outcome, device="cpu", pin_memory=pinned) for _ in "ab"]
         self._turn = 0
+        self._answers: MissAnswers | None = None
+        if self._misses is not None:  # last: nobody would end its threads if this failed
+            self._answers = paged.store.answer_misses(self._mailbox(self._misses))
 
     def _make_misses(self, paged: PageMode) -> Any:  # noqa: ANN401 - ``misses.Misses``
         """Memory by which layers ask for pages; None: nothing is chosen, and nobody answers."""
