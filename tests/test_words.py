@@ -321,7 +321,7 @@ MOST_WORDS: list[tuple[str, list[Path], int]] = [
     ("internals", INTERNALS, 12_170),
     ("overview", [ROOT / "ARCHITECTURE.md"], 3_030),
     ("format", [ROOT / "docs" / "format.md"], 5_290),
-    ("by hand", BY_HAND, 45_400),
+    ("by hand", BY_HAND, 45_000),
     ("generated", TABLES, 25_200),
 ]
 """Words of pages together, as ``wc`` counts them."""
