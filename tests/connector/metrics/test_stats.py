@@ -242,6 +242,7 @@ def serve(pipe, other_end):
     prom = SSDKVPromMetrics(
         Config(), {Gauge: Gauge, Counter: Counter, Histogram: Histogram}, ["model_name", "engine"],
         {0: ["tiny", "0"]})
+    pipe.send("ready")  # a file of metrics is empty for an instant, and its reader fails then
     while True:
         try:
             gauges = {"rank0": {"slots_free": pipe.recv()}}
@@ -258,6 +259,8 @@ for _ in range(2):
     ours, theirs = fork.Pipe()
     fork.Process(target=serve, args=(theirs, ours), daemon=True).start()
     servers.append(ours)
+for server in servers:
+    server.recv()
 for line in sys.stdin:
     server, free = map(int, line.split())
     servers[server].send(free)
