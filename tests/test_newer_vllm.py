@@ -18,7 +18,7 @@ CHOSEN = (
     "tests/contract",
     # Both orders in which runners give results, and what a model or a setting is refused for.
     *(f"{CONNECTOR}/test_{name}.py" for name in ("connector", "compatibility", "attention_impl")),
-    *(f"{CONNECTOR}/test_{name}.py" for name in ("model_layout", "startup", "ways_out")),
+    *(f"{CONNECTOR}/test_{name}.py" for name in ("model_layout", "startup", "ways_out", "graphs")),
     f"{CONNECTOR}/metrics",
     f"{CONNECTOR}/identity",
     # In vLLM's own schedulers, the asynchronous one among them.
