@@ -73,6 +73,13 @@ def write_of(slot: int) -> ChunkWrite:
     return ChunkWrite(slot, 1, bytes(32), slot)
 
 
+def failures(writer: ChunkWriter, count: int) -> list[tuple[int, int]]:
+    """Slots and epochs of the next writes that fail, at least so many."""
+    found: list[tuple[int, int]] = []
+    until(lambda: len(found.extend(writer.take_failed()) or found) >= count)
+    return found
+
+
 def test_idle_time_is_no_patience(
     writer: ChunkWriter, frames: Frames, rows: NDArray[np.uint8]
 ) -> None:
@@ -95,10 +102,9 @@ def test_frames_that_come_a_few_at_a_time_go_to_the_first(
 
 def test_chunks_without_a_frame_fail_in_time(writer: ChunkWriter, frames: Frames) -> None:
     frames.looks = 1 << 30
-    began, failed = time.monotonic(), []
+    began = time.monotonic()
     writer.write([write_of(0), write_of(1)])
-    until(lambda: bool(failed.extend(writer.take_failed()) or failed))
-    assert failed == [(0, 1), (1, 1)]
+    assert failures(writer, 2) == [(0, 1), (1, 1)]
     assert time.monotonic() - began >= DEADLINE_S
 
 
@@ -106,13 +112,12 @@ def test_all_that_wait_fail_together_and_later_ones_at_once_until_there_are_fram
     writer: ChunkWriter, frames: Frames
 ) -> None:
     frames.looks = 1 << 30
-    failed: list[tuple[int, int]] = []
     writer.write([write_of(slot) for slot in range(40)])
-    until(lambda: len(failed.extend(writer.take_failed()) or failed) == 40)
+    assert len(failures(writer, 40)) == 40
     assert frames.calls < 2 * DEADLINE_S / LOOK_S  # two deadlines have as many, at most
     calls = frames.calls
     writer.write([write_of(40)])
-    until(lambda: len(failed.extend(writer.take_failed()) or failed) == 41)
+    assert len(failures(writer, 1)) == 1
     assert frames.calls == calls + 1
     frames.looks = 0
     writer.write([write_of(1)])
@@ -124,9 +129,9 @@ def test_all_that_wait_fail_together_and_later_ones_at_once_until_there_are_fram
 
 
 def test_an_error_gives_the_frames_back(writer: ChunkWriter, frames: Frames) -> None:
-    frames.breaks, failed = True, []
+    frames.breaks = True
     writer.write([write_of(0), write_of(1)])
-    until(lambda: bool(failed.extend(writer.take_failed()) or failed))
+    failures(writer, 1)
     assert frames.given_back == [0, 1]
 
 
@@ -152,13 +157,11 @@ def test_an_error_fails_what_waits_and_not_what_follows(
         raise RuntimeError("no luck")
 
     order: Any = broken_order()
-    failed: list[tuple[int, int]] = []
     writer.write(order)
-    until(lambda: bool(failed.extend(writer.take_failed()) or failed))
+    assert failures(writer, 1) == [(0, 1)]
     frames.broken = True
     writer.write([write_of(1)])
-    until(lambda: len(failed.extend(writer.take_failed()) or failed) == 2)
-    assert failed == [(0, 1), (1, 1)]
+    assert failures(writer, 1) == [(1, 1)]
     frames.broken = False
     writer.write([write_of(2)])
     until(lambda: frames.flushed == [2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from tests.triton_kernels.recorded import Recorded
 from vllm_ssdkv.base.errors import ConfigError
 from vllm_ssdkv.base.sizes import MIB
+from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.request import RequestOptions
 from vllm_ssdkv.config.selectors import SelectorName
 from vllm_ssdkv.connector.graphs import piecewise_reason
@@ -22,6 +24,7 @@ from vllm_ssdkv.profiling.decode_harness.decoder import PagedDecoder, Room
 from vllm_ssdkv.profiling.decode_harness.models import make_model, small_config
 from vllm_ssdkv.profiling.decode_harness.part_clock import AttentionTimer
 from vllm_ssdkv.profiling.decode_harness.tokens import config_of
+from vllm_ssdkv.store.read.miss_answers import MissAnswers
 
 CPU = torch.device("cpu")
 ROOM = Room(requests=2, longest=160, chunk=64)
@@ -51,6 +54,32 @@ class Passed:
         pass
 
 
+def model_of(layers: int) -> Any:  # noqa: ANN401 - transformers' model
+    return make_model(small_config("llama", layers=layers, head_size=16), CPU, torch.float32)
+
+
+def capture(patch: pytest.MonkeyPatch, graph: Callable[[], Recorded] = Recorded) -> None:
+    """Have decoders capture their steps as these graphs."""
+    patch.setattr(forward, "graphs_of", lambda _: graph)
+    patch.setattr(decoder, "events_of", lambda _: Passed)
+
+
+@pytest.fixture
+def model() -> Any:  # noqa: ANN401 - transformers' model
+    return model_of(layers=2)
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture(monkeypatch)
+
+
+def with_places(config: SSDKVConfig) -> SSDKVConfig:
+    """Options with places on the device for pages that are chosen again."""
+    sparse = config.sparse.model_copy(update={"hbm_pages": MIB})
+    return config.model_copy(update={"sparse": sparse})
+
+
 def forget_frames(one: PagedDecoder) -> None:
     """Have the first blocks of a request on the drive alone."""
     assert one.drain(30)
@@ -75,8 +104,7 @@ def decoded(
     chooses = selector != "exact"
     config = config_of(selector, budget=0.85)
     if hot:
-        sparse = config.sparse.model_copy(update={"hbm_pages": MIB})
-        config = config.model_copy(update={"sparse": sparse})
+        config = with_places(config)
     with PagedDecoder(model, config, ROOM, store, durable=chooses) as one:
         for name, count in zip("ab", PROMPTS, strict=True):
             one.prefill(name, torch.randint(0, 256, (count,), generator=draw).tolist())
@@ -99,15 +127,16 @@ def decoded(
     ["exact", "window", "bounds", "adaptive", pytest.param("codes", marks=pytest.mark.soak)],
 )
 def test_one_graph_decodes_all_steps(
-    selector: SelectorName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    selector: SelectorName,
+    model: Any,  # noqa: ANN401 - transformers' model
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Blocks leave HBM between the steps, and rows are in other places of the batch's tables.
 
     Native code looks logits of codes up in rounded tables, so pages that are nearly alike change
     places: the host chooses by the same kernels there.
     """
-    shape = small_config("llama", layers=2, head_size=16)
-    model: Any = make_model(shape, CPU, torch.float32)
     by_codes = selector in ("codes", "adaptive")
     steps = 2 if by_codes else STEPS  # the interpreter takes long for them
     with monkeypatch.context() as host:
@@ -121,8 +150,7 @@ def test_one_graph_decodes_all_steps(
         graphs.append(Recorded())
         return graphs[-1]
 
-    monkeypatch.setattr(forward, "graphs_of", lambda _: new)
-    monkeypatch.setattr(decoder, "events_of", lambda _: Passed)
+    capture(monkeypatch, new)
     launches = "one CUDA graph a step"
     hot = selector == "bounds"
     got, counted = decoded(model, selector, tmp_path / "captured", launches, steps, hot=hot)
@@ -141,41 +169,34 @@ def test_one_graph_decodes_all_steps(
 
 
 def test_where_a_capture_fails_the_host_chooses_and_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Any,  # noqa: ANN401 - transformers' model
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Refused(Recorded):
         def capture_begin(self) -> None:
             raise RuntimeError("operation not permitted")
 
-    model: Any = make_model(small_config("llama", layers=2, head_size=16), CPU, torch.float32)
     want, chosen = decoded(model, "bounds", tmp_path / "native", "one by one")
-    monkeypatch.setattr(forward, "graphs_of", lambda _: Refused)
-    monkeypatch.setattr(decoder, "events_of", lambda _: Passed)
+    capture(monkeypatch, Refused)
     launches = "one by one: operation not permitted"
     got, counted = decoded(model, "bounds", tmp_path / "refused", launches)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     assert counted == chosen
 
 
-def test_places_for_too_few_pages_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model: Any = make_model(small_config("llama", layers=20, head_size=16), CPU, torch.float32)
-    monkeypatch.setattr(forward, "graphs_of", lambda _: Recorded)
-    monkeypatch.setattr(decoder, "events_of", lambda _: Passed)
-    config = config_of("bounds")
-    sparse = config.sparse.model_copy(update={"hbm_pages": MIB})
-    config = config.model_copy(update={"sparse": sparse})
+@pytest.mark.usefixtures("captured")
+def test_places_for_too_few_pages_are_refused(tmp_path: Path) -> None:
+    config = with_places(config_of("bounds"))
     with pytest.raises(ConfigError, match="hbm_pages has room for 256 pages"):
-        PagedDecoder(model, config, ROOM, tmp_path, durable=False)
+        PagedDecoder(model_of(layers=20), config, ROOM, tmp_path, durable=False)
 
 
+@pytest.mark.usefixtures("captured")
 def test_a_row_that_attends_to_all_of_its_pages_may_lack_more_than_others_choose(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Any,  # noqa: ANN401 - transformers' model
+    tmp_path: Path,
 ) -> None:
-    model: Any = make_model(small_config("llama", layers=2, head_size=16), CPU, torch.float32)
-    monkeypatch.setattr(forward, "graphs_of", lambda _: Recorded)
-    monkeypatch.setattr(decoder, "events_of", lambda _: Passed)
     with PagedDecoder(model, config_of("window", budget=0.2), ROOM, tmp_path) as one:
         one.start("a", PROMPTS[0], RequestOptions(selector="exact"))
         one.start("b", 60)
@@ -192,13 +213,12 @@ def test_a_row_that_attends_to_all_of_its_pages_may_lack_more_than_others_choose
         assert found[0] > 0
 
 
+@pytest.mark.usefixtures("captured")
 def test_steps_are_served_whose_rows_tables_describe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Any,  # noqa: ANN401 - transformers' model
+    tmp_path: Path,
 ) -> None:
     """Kernels know no sinks, and no window that is longer than they have room for."""
-    model: Any = make_model(small_config("llama", layers=2, head_size=16), CPU, torch.float32)
-    monkeypatch.setattr(forward, "graphs_of", lambda _: Recorded)
-    monkeypatch.setattr(decoder, "events_of", lambda _: Passed)
     with PagedDecoder(model, config_of("exact"), ROOM, tmp_path, durable=False) as one:
         paged = one.worker.page_mode
         assert piecewise_reason(paged.config, paged.layout, paged.layers) == ""
@@ -212,20 +232,19 @@ def test_steps_are_served_whose_rows_tables_describe(
             assert paged.device.serves == (name == "short")
 
 
+@pytest.mark.usefixtures("captured")
 def test_the_host_attends_where_a_layer_cannot_get_all_that_it_may_lack(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Any,  # noqa: ANN401 - transformers' model
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model: Any = make_model(small_config("llama", layers=2, head_size=16), CPU, torch.float32)
-    monkeypatch.setattr(forward, "graphs_of", lambda _: Recorded)
-    monkeypatch.setattr(decoder, "events_of", lambda _: Passed)
     room = replace(ROOM, requests=1)
     with PagedDecoder(model, config_of("window", budget=0.85), room, tmp_path) as one:
         device = one.worker.page_mode.device
         assert device is not None
-        assert device._answers is not None
         one.prefill("a", [1] * PROMPTS[0])
         forget_frames(one)
-        device._answers._most = 1
+        monkeypatch.setattr(MissAnswers, "room", 1)
         one.step(["a"], torch.tensor([1]))
         assert device.armed
         assert not device.answered
