@@ -16,7 +16,7 @@ def encode_records(
     """
 
 class Replay:
-    """What a journal says, fed piece by piece; not thread-safe.
+    """Content of a journal, fed piece by piece; not thread-safe.
 
     Memory is bounded by ``num_slots``, whatever the length of the journal. ``slots``, ``epochs``
     and ``keys`` list what is live in the order of the records; reading one of them, or
@@ -73,10 +73,10 @@ class SlotTable:
     def epochs(self, slots: I64) -> I64: ...
     def state(self, slot: int) -> int: ...
     def key(self, slot: int) -> bytes:
-        """What a ready slot holds."""
+        """Key of the block in a ready slot."""
 
     def usage(self, first: int, n: int) -> tuple[int, int, int, int]:
-        """How many slots of a range are ready, masked, pinned, and free or evictable."""
+        """Numbers of slots of a range that are ready, masked, pinned, and free or evictable."""
 
     def order(self) -> I64: ...
     def free_slots(self) -> I64: ...
@@ -94,7 +94,7 @@ class SlotTable:
         ones, masked slots that have one of these keys."""
 
     def replace(self, old: I64, new: I64) -> tuple[list[bool], I64, I64, I64, list[bytes]]:
-        """Which pairs have moved; the old slots of those that are journalled; slots, epochs and
+        """Flags of pairs that have moved; old slots of those that are journalled; slots, epochs and
         keys that the journal must be told of before :meth:`retire`."""
 
     def retire(self, slots: I64) -> tuple[I64, I64]:
@@ -104,13 +104,13 @@ class SlotTable:
         """Slots and epochs of what the journal must be told is gone."""
 
     def quarantine(self, slots: I64) -> tuple[int, I64, I64]:
-        """How many were dropped; then as :meth:`drop`."""
+        """Number of slots dropped; then as :meth:`drop`."""
 
     def mask(self, slots: I64) -> tuple[int, int]:
-        """How many were masked, and how many were dropped, whose data is not durable."""
+        """Numbers of slots masked, and of slots dropped, whose data is not durable."""
 
     def unmask(self, slots: I64) -> int:
-        """How many are found again."""
+        """Number of slots that are found again."""
 
     def restore(self, slots: I64) -> None: ...
     def defer(self, mask: NDArray[np.bool_]) -> None: ...

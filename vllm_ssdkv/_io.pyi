@@ -231,10 +231,10 @@ class ThreadsEngine:
     def close(self, timeout_s: float) -> bool: ...
 
 has_uring: bool
-"""Whether the build had liburing; without it ``UringEngine`` and ``UringSetup`` do not exist."""
+"""True if the build had liburing; else ``UringEngine`` and ``UringSetup`` do not exist."""
 
 class UringSetup:
-    """What the kernel let one ring have; ``errno`` 0 is success."""
+    """Features that the kernel gave one ring; ``errno`` 0 is success."""
 
     @property
     def task_run(self) -> str: ...
@@ -366,10 +366,10 @@ class StripedExtents:
     def requests(
         self,
     ) -> tuple[NDArray[np.uint16], NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint64]]:
-        """What an engine is to be given: device, offset, length, buffer."""
+        """Requests for an engine: device, offset, length, buffer."""
 
     def parts(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32]]:
-        """Of each piece, its request, the bytes before it in there, and its own."""
+        """Request of each piece, the bytes before it in there, and its own."""
 
     def extents(
         self,
@@ -386,7 +386,7 @@ class StripedExtents:
         """Bytes asked of each device of the stripes."""
 
     def whole(self, results: NDArray[np.int32]) -> bool:
-        """Whether requests with these results have moved all of their bytes."""
+        """True if requests with these results have moved all of their bytes."""
 
 class SlotShape:
     """Sizes of a slot in bytes; ValueError when the parts of a header do not fit into it."""
@@ -464,7 +464,7 @@ class ArrivalVerifier:
         """Look at what has arrived by now, given the results of another engine's batch."""
 
     def states(self) -> NDArray[np.uint8]:
-        """Of each slot: 0 not there, 1 right, 2 another header, 3 a wrong page."""
+        """State of each slot: 0 not there, 1 right, 2 another header, 3 a wrong page."""
 
     def wrong_pages(self) -> NDArray[np.int64]:
         """Slot, as an index, and page of each wrong one, [2 * k], ascending."""
@@ -565,7 +565,7 @@ class Counters:
         """Raises ValueError: they differ in length, or a value is negative or not a number."""
 
     def take(self) -> dict[str, float]:
-        """What was gained since the last call; those that are new also if that is nothing."""
+        """Gains since the last call; of new keys also those that are zero."""
 
     def total(self, key: str) -> float: ...
     def totals(self) -> dict[str, float]: ...
@@ -619,7 +619,7 @@ class StoredPages:
     ) -> None: ...
 
 class Served:
-    """What became of a step's requests."""
+    """Outcome of the requests of a step."""
 
     @property
     def requests(self) -> int:
@@ -635,7 +635,7 @@ class Served:
 
     @property
     def slow(self) -> int:
-        """Those of them that the slow lane has read."""
+        """Distinct pages that the slow lane has read."""
 
     @property
     def lost(self) -> int:

@@ -47,7 +47,7 @@ def set_isa(name: str) -> None:
 
 def team_available() -> bool:
     """
-    Whether calls run on the host's OpenMP team; else on the caller's thread alone.
+    True if calls run on the host's OpenMP team; else on the caller's thread alone.
     """
 
 class BlockShape:
@@ -217,7 +217,7 @@ class AttentionClock:
 
     def lap(self, part: int) -> None:
         """
-        What was done since the last call was this part. Raises IndexError: there is none.
+        Count the time since the last call as this part's. Raises IndexError: there is none.
         """
 
     @property
@@ -258,7 +258,7 @@ def encode(
 
 class SlotTails:
     """
-    What slots of L layers hold beside K and V.
+    Data of slots of L layers beside K and V.
 
     Pages are ``page_bytes`` apart. A tail has ``summary_pages``, then ``channel_pages`` of each layer.
     Without channel pages summaries are bounds, or ``spread``, behind which may be the sums of V
@@ -562,7 +562,7 @@ class PageRecord(enum.Enum):
     """Each key in a few bits a channel."""
 
     CHANNELS = 3
-    """All of it, channel-major."""
+    """K itself, channel-major."""
 
 class PlacedBlocks:
     """
@@ -584,7 +584,7 @@ class ScoredPages:
     next one; so many ``channels`` are looked at. The first ``sinks`` pages are chosen, then the others,
     ``most [R]`` for each KV head; with a mass that is ``wanted`` fewer, but ``least [R]``, where these
     and the window cover it. ``by_token``: tokens are chosen and counted, with the pages that hold them.
-    ``estimates``: what is not chosen counts as its mean V.
+    ``estimates``: unchosen pages count as their mean V.
     """
 
     def __init__(
@@ -603,7 +603,7 @@ class ScoredPages:
     ) -> None: ...
     @property
     def estimates(self) -> bool:
-        """Whether what is not chosen counts as its mean V."""
+        """True if unchosen pages count as their mean V."""
 
 class ListedPages:
     """
@@ -809,7 +809,7 @@ class StepPlan:
         ]
     ]:
         """
-        What each group has chosen in the layer: pages, and edges of their lists.
+        Choice of each group in the layer: pages, and edges of their lists.
 
         Then the mass of each list and its window, if there is an estimate; if pages have weights, these, of
         all pages, and masses of the windows; if tokens were chosen, a mask of them.
@@ -822,7 +822,7 @@ class StepPlan:
         | None
     ):
         """
-        What a layer that has stopped has taken for its pages, as ``PageCache.acquire`` answers.
+        Places that a layer that has stopped has taken, as ``PageCache.acquire`` answers.
 
         The caller owns it then. None: nothing, because there was no room.
         """

@@ -57,11 +57,11 @@ class Case:
     asked: tuple[RequestOptions | None, ...]
     """Options of each request."""
     scorer: str
-    """Of `adaptive`."""
+    """Scorer of `adaptive`."""
     channels: int
     granularity: str
     estimate_rest: bool
-    """These three for scorers that have a use for them."""
+    """Options of some scorers, as are the two before; others do not get them."""
 
     def model(self) -> torch.nn.Module:
         heads = self.kv_heads * self.group
@@ -82,7 +82,7 @@ class Case:
         return make_model(config, CPU, self.dtype)
 
     def scoring(self) -> dict[str, object]:
-        """Options of what scores pages or tokens."""
+        """Options of the scorer of pages or tokens."""
         scorer, made = self.selector, dict[str, object]()
         if scorer == "adaptive":
             scorer = made["scorer"] = self.scorer

@@ -45,7 +45,7 @@ class Request:
     def means(
         self, means: RunningMeanV, layer: int, names: list[str], position: int, blocks: int
     ) -> torch.Tensor:
-        """The same of requests of these names."""
+        """Means of requests of these names, as of :meth:`mean`."""
         cache, at = self.caches[layer], np.full(len(names), position)
         window = np.arange(blocks, position // BLOCK + 1)
         rows = means.rows(names, at)

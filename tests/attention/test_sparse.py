@@ -447,7 +447,7 @@ def selector_of(name: str) -> Selector:
 
 
 def whole_numbers(*shape: int | tuple[int, ...]) -> torch.Tensor:
-    """In place of ``torch.randn``: sums of their products are the same on every processor."""
+    """Draw in place of ``torch.randn``: sums of products are the same on every processor."""
     return torch.randint(-1, 2, tuple(np.hstack(shape).tolist())).float()
 
 
@@ -470,7 +470,7 @@ computed all of it in Python (the parent of db2198ea)."""
 EXACT_DIGEST = "ff5c6ddce06c"
 """Digest of the outputs of portable kernels over whole contexts, as of that commit."""
 FUSES = platform.machine() != "x86_64"
-"""Check whether portable kernels may fuse what they multiply and add, which rounds otherwise."""
+"""True if portable kernels may fuse products and sums, which rounds otherwise."""
 
 
 @pytest.mark.parametrize("name", DIGESTS)
@@ -515,7 +515,7 @@ def test_native_code_attends_to_whole_contexts_as_python_did(
 
 
 def scorers(kind: str, budget: Budget) -> tuple[SlotGeometry, list[Any]]:
-    """Two that score pages of slots of the geometry, one for rows that choose by it alone."""
+    """Geometry, and two that score pages of its slots, one for rows that choose by it alone."""
     kernels = CpuScoringKernels()
     if kind == "bounds":
         return GEOMETRY, [BoundsSelector(budget, PAGE, kernels)] * 2

@@ -260,7 +260,7 @@ def test_where_dram_has_all_contexts_a_layer_is_one_native_call(
     tmp_path: Path,
     by_layers: None,
 ) -> None:
-    """And layers of prompts leave HBM one by one, summaries with them."""
+    """Layers of prompts leave HBM one by one, and summaries with them."""
     recall.engine.close()
     options = {"budget": BUDGET, "summaries": "8MiB"}
     found = Recall(devices(2), "bounds", tmp_path / "faults.json", options, dram="96MiB")

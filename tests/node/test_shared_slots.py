@@ -60,6 +60,12 @@ def key(number: int) -> bytes:
     return hashlib.blake2b(str(number).encode(), digest_size=32).digest()
 
 
+def scheduler_of(address: str, run: str = "one", spec: StoreSpec = SPEC) -> NodeLink:
+    """Link of an engine's scheduler, which is to be started."""
+    peer = Peer(Address.parse(address), None, "scheduler", run, store=spec)
+    return NodeLink(peer, Counters(), with_bytes=False)
+
+
 class Sharer:
     """An engine: its worker, which has the volumes, and its scheduler."""
 
@@ -72,8 +78,7 @@ class Sharer:
         self.names = [shared_volume(drive.name, digest, 0) for drive in drives]
         names = [name.bytes for name in self.names]
         self.worker.open(names, [VOLUME] * len(names), self.arena.view(0, self.arena.nbytes))
-        peer = Peer(Address.parse(address), None, "scheduler", run, store=spec)
-        self.link = NodeLink(peer, Counters(), with_bytes=False)
+        self.link = scheduler_of(address, run, spec)
         try:
             self.link.start()
         except BaseException:
@@ -110,7 +115,7 @@ class Sharer:
         return found
 
     def write(self, place: int, byte: int) -> int:
-        """Have a worker fill a place on the first drive with a byte; the result."""
+        """Result of a worker's write, which fills a place on the first drive with a byte."""
         self.arena.view(0, 4096)[:] = byte
         return self._move(Op.WRITE, place)
 
@@ -452,8 +457,7 @@ def test_workers_whose_scheduler_is_gone_write_no_more(
     assert node is not None
     assert until(lambda: node.counters.total("node_calls", call="OpenVolumes") > 1)
     assert writer.worker.session is None, "nor after a restart of the node"
-    peer = Peer(Address.parse(host.address), None, "scheduler", "one", store=SPEC)
-    link = NodeLink(peer, Counters(), with_bytes=False)
+    link = scheduler_of(host.address)
     link.start()
     assert until(lambda: writer.worker.session is not None)
     assert writer.worker.since > 0
@@ -490,8 +494,7 @@ def test_workers_write_no_slots_that_their_engine_has_lost(host: Host, tmp_path:
     engine = drives.open_engine(volumes, Arena(1 << 20))
     health = DeviceHealth([volume.path for volume in volumes], DEADLINE_S, Counters())
     drives.watch(health)
-    peer = Peer(Address.parse(host.address), None, "scheduler", "one", store=SPEC)
-    link = NodeLink(peer, Counters(), with_bytes=False)
+    link = scheduler_of(host.address)
     scheduler = link.start()
     assert health.writes_since == 0
     scheduler.end()
@@ -712,7 +715,7 @@ def test_an_index_stays_open_until_its_volume_is_removed(host: Host, tmp_path: P
 
 
 def remove(host: Host, volume: str) -> str:
-    """What a command says that removes a volume."""
+    """Output of the command that removes a volume."""
     return CliRunner().invoke(app, ["volumes", host.address, "--remove", volume]).output
 
 

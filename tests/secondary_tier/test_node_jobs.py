@@ -298,7 +298,7 @@ def test_chunks_in_use_are_touched(rig: Rig) -> None:
 
 
 def test_a_request_leaves_when_its_chunks_are_claimed(rig: Rig) -> None:
-    """Else others would compute in between what it is about to store."""
+    """Others would otherwise compute the chunks that it is about to store."""
     rig.index.claims = [TAKEN]
     job = rig.begin(1, [1], loads=False)
     rig.jobs.leave("request")

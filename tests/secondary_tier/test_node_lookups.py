@@ -32,7 +32,7 @@ class Node:
         return [key in self.stored for key in keys]
 
     def awaits(self, request: str, keys: Sequence[bytes]) -> bool:
-        """As if others compute these chunks."""
+        """True if others compute the first of these chunks."""
         self.awaited.append((request, list(keys)))
         if self.broken:
             raise RuntimeError("no luck")

@@ -53,7 +53,7 @@ def addresses(memory: NDArray[np.float32] | Bytes) -> NDArray[np.uint64]:
 def rows_of(
     geometry: SlotGeometry, page_tokens: int, count: int, fill: int = 0
 ) -> tuple[Bytes, SummaryRows]:
-    """So many rows of a table with channels, full of one byte, and where they lie."""
+    """Memory of so many rows of a table with channels, full of one byte, and their addresses."""
     size = row_bytes(geometry, page_tokens, channels=geometry.channel_pages > 0)
     memory = np.full((count, size), fill, np.uint8)
     channels = channels_offset(geometry, page_tokens) if geometry.channel_pages else -1

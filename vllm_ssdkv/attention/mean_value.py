@@ -49,8 +49,8 @@ class RunningMeanV:
         self._tokens = np.zeros((0, layers), dtype=np.int64)
         """Tokens in both; 0: nothing is known."""
         self.sums = self._bind()
-        """The three of them, as native code adds to them; another one when :meth:`rows` has made
-        room for more requests."""
+        """View of the three for native code, made anew when :meth:`rows` makes room for more
+        requests."""
         self._place: dict[str, int] = {}
         self._free: list[int] = []
 

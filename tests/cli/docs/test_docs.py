@@ -203,7 +203,7 @@ def test_what_is_given_in_vain_is_a_warning() -> None:
 
 
 def offloading(*tiers: dict[str, object], **more: object) -> str:
-    """What vLLM's own connector is given, with these tiers."""
+    """Configuration of vLLM's own connector, with these tiers."""
     given = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1, "secondary_tiers": tiers}
     extra = {name: value for name, value in {**given, **more}.items() if value is not None}
     return json.dumps({"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra})

@@ -1,4 +1,4 @@
-"""Slots of contexts: what is given up when a node has forgotten what it granted."""
+"""Slots of contexts: admission, and writes to slots that a node has granted and forgotten."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Rig:
         self.copier.begin(save, lambda slots: self.frames.take(slots, FrameState.HELD), rows)
 
     def check(self, save: CopyToDram = SAVE) -> None:
-        """Frames hold what the blocks do, or what they and rows hold after a copy of all layers."""
+        """Check that frames hold the blocks, or frames and rows those of a copy of all layers."""
         if self.table is not None:
             self.check_summarized(self.table, save)
             return
@@ -513,7 +513,7 @@ def durable(worker: SSDKVWorker, count: int) -> list[tuple[int, int]]:
 
 
 def check_summaries(worker: SSDKVWorker, count: int) -> None:
-    """So many slots have summaries, if the store keeps any, and nobody writes or reads one."""
+    """Check that so many slots have summaries, if the store keeps any, and that none is in use."""
     table = worker.page_mode.store._summaries
     if table is not None:
         assert table.held() == count
@@ -599,7 +599,7 @@ def test_devices_forget_a_step_whose_forward_pass_failed(worker: SSDKVWorker) ->
 
 
 class Inputs:
-    """Stands for X of a step's tokens, which is kept until the step ends."""
+    """Stand-in for X of a step's tokens, which is kept until the step ends."""
 
     kept = True
 

@@ -207,7 +207,7 @@ def test_the_share_is_kept_when_requests_let_go_of_slots() -> None:
 
 
 def test_many_retentions_end_a_part_at_a_time() -> None:
-    """All at once would hold up the scheduler."""
+    """Ending all at once would hold up the scheduler."""
     now = [0.0]
     count = 40_000
     index = SlotIndex(count, None, clock=lambda: now[0])

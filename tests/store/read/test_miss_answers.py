@@ -28,8 +28,8 @@ class Device:
     """Stand-in for a device: it asks, and looks at what is answered.
 
     Attributes:
-        answers: Who answers.
-        base: What the tickets of its step are counted from.
+        answers: Service of the missing pages.
+        base: Number from which the tickets of its step are counted.
     """
 
     def __init__(self, rig: StoreRig, names: dict[int, int]) -> None:
@@ -100,7 +100,7 @@ def every(device: Device, blocks: int = len(SLOTS)) -> list[tuple[int, int]]:
 def test_what_a_device_asks_for_comes_right(
     make_store: MakeStore, geometry: SlotGeometry, faulty: bool, replicas: int
 ) -> None:
-    """By native code, or by the read that knows copies and faults."""
+    """Native code brings it, or the read that knows copies and faults."""
     rig = make_store(geometry, faulty=faulty, replicas=replicas)
     with device_of(rig) as device:
         before, read = bytes_read(rig), 0

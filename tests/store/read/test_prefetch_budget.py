@@ -47,7 +47,7 @@ def test_the_shortest_pause_is_used_at_the_pace_of_late() -> None:
 
 
 def test_attention_after_a_look_up_is_a_pause() -> None:
-    """It is told of when the layer has ended, and when the look-up did."""
+    """The budget hears of it when the layer has ended, with the time at which the look-up ended."""
     clock = Clock()
     idle = PrefetchBudget(clock)
     fetch(idle, clock, load(10, 0, 0), waits=1.0)

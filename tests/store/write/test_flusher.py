@@ -114,7 +114,7 @@ def test_slots_that_others_have_by_now_are_not_written(make_store: MakeStore) ->
 def test_a_slot_that_another_engine_gets_meanwhile_is_not_written(
     make_store: MakeStore, monkeypatch: pytest.MonkeyPatch, seals: bool
 ) -> None:
-    """While its header is made, or before it is tried again."""
+    """The other engine gets it while its header is made, or before the write is tried again."""
     rig = make_store()
     health, codec, engine = rig.files.health, type(rig.files.codec), type(rig.files.engine)
     seal: Any = codec.seal

@@ -265,7 +265,7 @@ def test_a_window_without_room_is_cut_off_where_its_entry_ends() -> None:
 
 
 class Host:
-    """Answers a step's requests by pages elsewhere in memory.
+    """Host that answers a step's requests by pages elsewhere in memory.
 
     Attributes:
         asked: Keys of each layer that has asked.
@@ -301,7 +301,7 @@ class Host:
 
 @contextlib.contextmanager
 def host(steps: Steps, base: int, lost: tuple[int, ...] = ()) -> Iterator[Host]:
-    """Somebody who answers for as long as this lasts."""
+    """Host that answers for as long as this lasts."""
     one, stop = Host(steps, base, lost), threading.Event()
     thread = threading.Thread(target=one.answer, args=(stop,))
     thread.start()
@@ -313,7 +313,7 @@ def host(steps: Steps, base: int, lost: tuple[int, ...] = ()) -> Iterator[Host]:
 
 
 def without_frames(rows: dict[int, Row]) -> dict[int, Row]:
-    """The same rows, each without a frame of its newest block."""
+    """Rows as these, each without a frame of its newest block."""
     return {
         entry: replace(row, without_frame=row.blocks - 1) if row.blocks else row
         for entry, row in rows.items()
@@ -322,7 +322,7 @@ def without_frames(rows: dict[int, Row]) -> dict[int, Row]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pages_that_the_host_brings_change_no_bit(kind: str) -> None:
-    """Recorded where nothing is missing, replayed where each row lacks pages, and the other way."""
+    """A step is recorded where no page is missing, and replayed where each row lacks some."""
     choosing, captured, replayed = KINDS[kind]
     steps = Steps(choosing, MOST)
     steps.prepare(captured, seed=1)

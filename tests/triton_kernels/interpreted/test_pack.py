@@ -86,8 +86,8 @@ def test_slots_are_the_native_ones(problem: Problem) -> None:
 
 @pytest.mark.parametrize("kind", ["bounds", "spread_with_values", "codes_2", "channels"])
 def test_layers_are_packed_where_they_stay(kind: str) -> None:
-    """Two launches a layer. Nothing is sent to the device, or read from it, after the addresses
-    were with the first layer. A slot without a row gets its pages."""
+    """A layer takes two launches. Nothing is sent to the device, or read from it, after the
+    addresses, which go with the first layer. A slot without a row gets its pages."""
     problem = Problem.of(BlockLayout.unpadded(32, 16, 2, 16, torch.float16), kind, 3, blocks=3)
     _, caches, ids = problem.draw()
     layout, geometry, held = problem.layout, problem.geometry, []

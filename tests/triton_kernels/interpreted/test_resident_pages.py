@@ -52,7 +52,7 @@ class Rig:
         return torch.randint(1, 256, (STRIDE,), generator=draw, dtype=torch.uint8)
 
     def serve(self, layer: int, chosen: Pages, missing: int = -1) -> list[bool]:
-        """Have these lists served, and check them; whether each page lies on the device. The one
+        """Serve and check these lists; True for each page that lies on the device then. The one
         with the number ``missing`` has not come."""
         room, lists = COLUMNS, ROWS * HEADS
         begin = torch.arange(lists, dtype=torch.int32) * room
@@ -99,7 +99,7 @@ def test_lists_name_the_bytes_that_were_chosen(data: st.DataObject, sets: int) -
 
 
 def alone(*pages: int) -> Pages:
-    """The first list alone chooses."""
+    """Lists of which the first one alone chooses pages."""
     return [list(pages)] + [[]] * (ROWS * HEADS - 1)
 
 

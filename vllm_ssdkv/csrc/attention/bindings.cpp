@@ -259,7 +259,7 @@ another dtype or layout.)";
       "set_isa", [](const std::string& name) { select_isa(name); }, arg("name"),
       "Use the kernels of another instruction set, for the whole process. Raises ValueError.");
   module.def("team_available", &team_available,
-             "Whether calls run on the host's OpenMP team; else on the caller's thread alone.");
+             "True if calls run on the host's OpenMP team; else on the caller's thread alone.");
   nb::class_<BlockShape>(module, "BlockShape",
                          R"(A layer's part of a block: ``[kv_heads][groups]`` pages.
 
@@ -355,7 +355,7 @@ is measured there is the time of the host.)")
       .def(nb::init<>())
       .def("start", &AttentionClock::start, "Attention of a layer begins.")
       .def("lap", &AttentionClock::lap, arg("part"),
-           "What was done since the last call was this part. Raises IndexError: there is none.")
+           "Count the time since the last call as this part's. Raises IndexError: there is none.")
       .def_prop_ro(
           "seconds", [](const AttentionClock& clock) { return clock.seconds(); },
           "Seconds in each part, so far.")

@@ -552,7 +552,7 @@ void bind_sparse(nb::module_& module) {
   module.def("encode", &py_encode, nb::arg("source").noconvert(), nb::arg("shape"),
              nb::arg("codes").noconvert(), nb::arg("bits"), nb::arg("threads"),
              "Write K of blocks in 1, 2 or 4 bits, a record for each KV head.");
-  nb::class_<SlotTails>(module, "SlotTails", R"(What slots of L layers hold beside K and V.
+  nb::class_<SlotTails>(module, "SlotTails", R"(Data of slots of L layers beside K and V.
 
 Pages are ``page_bytes`` apart. A tail has ``summary_pages``, then ``channel_pages`` of each layer.
 Without channel pages summaries are bounds, or ``spread``, behind which may be the sums of V

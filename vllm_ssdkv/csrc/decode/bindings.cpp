@@ -574,7 +574,7 @@ void bind_decode(nb::module_& module) {
       .value("BOUNDS", PageRecord::kBounds, "Minimum and maximum of each channel.")
       .value("SPREAD", PageRecord::kSpread, "Mean and variance of each channel.")
       .value("CODES", PageRecord::kCodes, "Each key in a few bits a channel.")
-      .value("CHANNELS", PageRecord::kChannels, "All of it, channel-major.");
+      .value("CHANNELS", PageRecord::kChannels, "K itself, channel-major.");
   nb::class_<BoundBlocks>(module, "PlacedBlocks",
                           R"(Rows over blocks that stay at their places for a whole step.
 
@@ -590,7 +590,7 @@ void bind_decode(nb::module_& module) {
 next one; so many ``channels`` are looked at. The first ``sinks`` pages are chosen, then the others,
 ``most [R]`` for each KV head; with a mass that is ``wanted`` fewer, but ``least [R]``, where these
 and the window cover it. ``by_token``: tokens are chosen and counted, with the pages that hold them.
-``estimates``: what is not chosen counts as its mean V.)")
+``estimates``: unchosen pages count as their mean V.)")
       .def(nb::init<PageRecord, std::int64_t, std::int64_t, const Vector<std::uint64_t>&,
                     std::int64_t, std::int64_t, const Vector<std::int32_t>&,
                     const Vector<std::int32_t>&, double, bool, bool>(),
@@ -600,7 +600,7 @@ and the window cover it. ``by_token``: tokens are chosen and counted, with the p
            nb::arg("by_token"), nb::arg("estimates"))
       .def_prop_ro(
           "estimates", [](const BoundScoredPages& pages) { return pages.estimates; },
-          "Whether what is not chosen counts as its mean V.");
+          "True if unchosen pages count as their mean V.");
   nb::class_<BoundListedPages>(module, "ListedPages",
                                R"(Choice of the same pages in every layer.
 
@@ -717,15 +717,14 @@ are not in memory, or pages of the ``guess``, the layer stops, and False is the 
            nb::sig("def choices(self) -> list[tuple[NDArray[numpy.int32], NDArray[numpy.int32], "
                    "NDArray[numpy.float32] | None, NDArray[numpy.float32] | None, "
                    "NDArray[numpy.float32] | None, NDArray[numpy.uint8] | None]]"),
-           R"(What each group has chosen in the layer: pages, and edges of their lists.
+           R"(Choice of each group in the layer: pages, and edges of their lists.
 
 Then the mass of each list and its window, if there is an estimate; if pages have weights, these, of
 all pages, and masses of the windows; if tokens were chosen, a mask of them.)")
-      .def(
-          "asked", &BoundPlan::asked,
-          nb::sig("def asked(self) -> tuple[NDArray[numpy.int32], NDArray[numpy.int64], "
-                  "NDArray[numpy.int32], int, int, int, int] | None"),
-          R"(What a layer that has stopped has taken for its pages, as ``PageCache.acquire`` answers.
+      .def("asked", &BoundPlan::asked,
+           nb::sig("def asked(self) -> tuple[NDArray[numpy.int32], NDArray[numpy.int64], "
+                   "NDArray[numpy.int32], int, int, int, int] | None"),
+           R"(Places that a layer that has stopped has taken, as ``PageCache.acquire`` answers.
 
 The caller owns it then. None: nothing, because there was no room.)")
       .def("resume", &BoundPlan::resume, nb::arg("address").noconvert(),

@@ -164,11 +164,11 @@ where nothing is encrypted, and ``marks [rows, pages, words]``.)")
           "address"_a, "page_bytes"_a, "header_bytes"_a, "arena"_a, "payload_bytes"_a,
           "row_of"_a.noconvert(), "opening"_a.noconvert(), "marks"_a.noconvert());
 
-  nb::class_<Served>(m, "Served", "What became of a step's requests.")
+  nb::class_<Served>(m, "Served", "Outcome of the requests of a step.")
       .def_ro("requests", &Served::requests, "Requests that were answered.")
       .def_ro("held", &Served::held, "Distinct pages that the cache had.")
       .def_ro("read", &Served::read, "Distinct pages that were read.")
-      .def_ro("slow", &Served::slow, "Those of them that the slow lane has read.")
+      .def_ro("slow", &Served::slow, "Distinct pages that the slow lane has read.")
       .def_ro("lost", &Served::lost, "Pages without an answer.")
       .def_ro("bytes", &Served::bytes, "Bytes that the fast lane has read from each device.")
       .def_prop_ro(

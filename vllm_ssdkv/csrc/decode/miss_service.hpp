@@ -73,7 +73,7 @@ struct OverdueRead {
   std::vector<int32_t> places;
 };
 
-// What became of a step's requests.
+// Outcome of the requests of a step.
 struct Served {
   uint64_t requests = 0;
   uint64_t held = 0;                 // distinct pages that the cache had

@@ -135,7 +135,7 @@ class SlotTable {
   std::pair<size_t, size_t> mask(const int64_t* slots, size_t n);
   // Slots that were quarantined are in use again, masked ones with what they hold. In the order of
   // eviction the latter come first. One whose key a slot has that is not journalled takes it back.
-  // How many are found again.
+  // Number of slots that are found again.
   size_t unmask(const int64_t* slots, size_t n);
   // Quarantined slots that nobody uses any more are free again, and not deferred.
   void restore(const int64_t* slots, size_t n);

@@ -282,9 +282,9 @@ class SharedIndexes:
         shelf.before_removal = self._volume_goes
         self.writers = Writers()
         self._opening = threading.Lock()
-        """Held while an index is opened or closed, which may take a while."""
+        """Lock held while an index is opened or closed, which may take a while."""
         self._lock = threading.Lock()
-        """Guards what follows."""
+        """Guard of the fields below."""
         self._open: dict[bytes, SharedIndex] = {}
         self._users: Counter[bytes] = Counter()
 

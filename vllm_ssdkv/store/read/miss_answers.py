@@ -104,7 +104,7 @@ class MissAnswers:
         """Begin a step whose rows have these slots. Waits for what is being read ahead.
 
         Returns:
-            What tickets of the step are counted from; 0: nobody answers any more.
+            Number from which tickets of the step are counted; 0: nobody answers any more.
         """
         self._fetcher.settle(wait=True)
         self._step += 1
@@ -124,7 +124,7 @@ class MissAnswers:
         return files.placement.stripes
 
     def end(self) -> _io.Served | None:
-        """End the step, and take in what became of its requests; None: it has not begun."""
+        """End the step, and take in the outcome of its requests; None: it has not begun."""
         if not self._armed:
             return None
         self._armed = False
