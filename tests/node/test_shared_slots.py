@@ -537,6 +537,7 @@ def test_a_restart_finds_what_was_written_and_knows_no_claims(
     assert not writer.slots.take_loss()
     host.stop()
     assert until(writer.slots.take_loss)
+    assert until(lambda: reader.link.session is None)
     assert writer.find(0) == []
     host.start()
     assert until(lambda: writer.link.session is not None and reader.link.session is not None)
