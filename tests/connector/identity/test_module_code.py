@@ -94,15 +94,15 @@ def test_the_values_that_a_hook_reads_count(monkeypatch: pytest.MonkeyPatch) -> 
     before = of_hook(steer)
     monkeypatch.setitem(globals(), "FACTOR", 5.0)
     assert of_hook(steer) != before
-    steer.strength = 3.0  # type: ignore[attr-defined]
+    steer.strength = 3.0  # type: ignore[attr-defined]  # of a function
     with_strength = of_hook(steer)
-    del steer.strength  # type: ignore[attr-defined]
+    del steer.strength  # type: ignore[attr-defined]  # of a function
     assert with_strength != of_hook(steer)
     settings = types.ModuleType("settings")
-    settings.FACTOR = 1.0  # type: ignore[attr-defined]
+    settings.FACTOR = 1.0  # type: ignore[attr-defined]  # a module of now
     hook: Hook = lambda module, given, output: output * settings.FACTOR  # noqa: E731
     before = of_hook(hook)
-    settings.FACTOR = 2.0  # type: ignore[attr-defined]
+    settings.FACTOR = 2.0  # type: ignore[attr-defined]  # a module of now
     assert of_hook(hook) != before
 
 
@@ -248,7 +248,7 @@ def test_a_look_finds_what_was_put_on_or_taken_away(monkeypatch: pytest.MonkeyPa
     assert probe.changed()
     handle.remove()
     assert not probe.changed()
-    model[1].forward = steer  # type: ignore[method-assign, assignment]
+    model[1].forward = steer  # type: ignore[method-assign, assignment]  # as users do
     assert probe.changed()
     del model[1].forward
     assert not probe.changed()
