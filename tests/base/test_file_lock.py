@@ -1,4 +1,4 @@
-"""A lock whose holder was killed is waited for; one whose holder lives is refused at once."""
+"""A killed holder of a lock is waited for, one that lives is refused at once; a deadline holds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_a_killed_holder_left_behind_is_waited_for(path: Path, fd: int) -> 
     with Child.python("-c", HOLDER, path, 1.0) as child:
         assert child.hear() == "held"
         child.send_signal(signal.SIGKILL)
-        lock_file(fd, path, "a device", time.monotonic())
+        lock_file(fd, path, "a device")
 
 
 def test_a_holder_that_lives_is_named_at_once(path: Path, fd: int) -> None:
@@ -53,5 +53,17 @@ def test_a_holder_that_lives_is_named_at_once(path: Path, fd: int) -> None:
         assert child.hear() == "held"
         before = time.monotonic()
         with pytest.raises(StoreLockedError, match=f"in use by process {child.pid};"):
-            lock_file(fd, path, "a device", before)
+            lock_file(fd, path, "a device")
         assert time.monotonic() - before < 5.0
+
+
+def test_a_deadline_holds_also_for_what_a_killed_holder_left_behind(path: Path, fd: int) -> None:
+    """A node waits with a lock held that all of its sessions need."""
+    with Child.python("-c", HOLDER, path, 5.0) as child:
+        assert child.hear() == "held"
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        before = time.monotonic()
+        with pytest.raises(StoreLockedError, match="a killed process keeps it"):
+            lock_file(fd, path, "a device", before + 0.1)
+        assert time.monotonic() - before < 2.0

@@ -17,33 +17,32 @@ _ENDING_S = 10.0
 _PF_EXITING = 0x4
 
 
-def lock_file(fd: int, path: Path, what: str, deadline: float) -> None:
-    """Take the exclusive flock of ``fd``, waiting until ``time.monotonic()`` passes ``deadline``.
+def lock_file(fd: int, path: Path, what: str, deadline: float | None = None) -> None:
+    """Take the exclusive flock of ``fd``. Blocks.
 
     A lock file of its own would be free at once when its holder is killed; this one stays until
-    the writes that the kernel still has in hand for that process have ended. These are waited
-    for beyond ``deadline``, for ten seconds at most.
+    the writes that the kernel still has in hand for that process have ended.
 
     Args:
         fd: Open descriptor; the lock ends when the last duplicate of it is closed.
         path: Its path, for messages.
         what: The device, for messages.
-        deadline: Time of the monotonic clock.
+        deadline: Time of the monotonic clock until which any holder is waited for; None: one that
+            has ended is, for ten seconds at most.
 
     Raises:
         StoreLockedError: somebody else holds it.
         DeviceError: the file system has no locks.
     """
-    ended = max(deadline, time.monotonic() + _ENDING_S)
+    end = time.monotonic() + _ENDING_S if deadline is None else deadline
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            now = time.monotonic()
-            if now < deadline or (now < ended and not _is_running(lock_holder(fd))):
+            holder = lock_holder(fd)
+            if time.monotonic() < end and not (deadline is None and _is_running(holder)):
                 time.sleep(_POLL_S)
                 continue
-            holder = lock_holder(fd)
             who = "another process" if holder is None else f"process {holder}"
             if holder == os.getpid():
                 who = "this process (is the same device named twice?)"
@@ -61,9 +60,9 @@ def unlock_file(fd: int) -> None:
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def require_unlocked(files: Iterable[Path], deadline: float) -> None:
-    """Wait until no other process holds the lock of any of these files, or :func:`lock_file`'s
-    errors.
+def require_unlocked(files: Iterable[Path], deadline: float | None = None) -> None:
+    """Wait, as :func:`lock_file` does, until no other process holds the lock of any of these files,
+    or its errors.
 
     Files that cannot be opened are skipped: whoever needs them says what is wrong.
     """

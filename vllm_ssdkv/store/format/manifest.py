@@ -480,14 +480,14 @@ def way_out(state: Path) -> str:
 
 
 @contextlib.contextmanager
-def locked(state: Path, timeout_s: float = 30.0) -> Iterator[None]:
+def locked(state: Path, timeout_s: float | None = 30.0) -> Iterator[None]:
     """Exclude other processes while the manifest is read and changed. Blocks, briefly.
 
     The lock is on the directory: workers of one engine change the manifest one after the other.
 
     Args:
         state: The state directory.
-        timeout_s: How long to wait for them.
+        timeout_s: How long to wait for them; None: as :func:`lock_file` without a deadline.
 
     Raises:
         StoreLockedError: another process held it for all that time.
@@ -498,7 +498,8 @@ def locked(state: Path, timeout_s: float = 30.0) -> Iterator[None]:
     except OSError as error:
         raise StoreError(f"state directory {state}: {why_refused(state, error)}") from error
     try:
-        lock_file(fd, state, "state directory", time.monotonic() + timeout_s)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        lock_file(fd, state, "state directory", deadline)
         yield
     finally:
         os.close(fd)

@@ -139,7 +139,7 @@ def examined(
     """
     with contextlib.ExitStack() as stack:
         state = find_store(directories, state_dir).state
-        stack.enter_context(locked(state, 0.0))
+        stack.enter_context(locked(state, None))
         store = find_store(directories, state_dir)  # as it is now that nobody changes it
         store.refuse_foreign(write=write)
         store.refuse_remote()

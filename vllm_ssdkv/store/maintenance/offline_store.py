@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -281,7 +280,7 @@ def open_data_file(
     try:
         _check_type(fd, path, what, raw=raw)
         if lock:
-            lock_file(fd, path, what, time.monotonic())
+            lock_file(fd, path, what)
             turn_on_direct(fd, what, "auto")
         return DataFile(device, rank, path, fd, os.lseek(fd, 0, os.SEEK_END), raw)
     except BaseException:
@@ -324,7 +323,7 @@ def open_journal(store: StoredStore, *, lock: bool = True) -> int | None:
         raise StoreError(f"journal {store.journal}: {error.strerror}") from error
     try:
         if lock:
-            lock_file(fd, store.journal, "journal", time.monotonic())
+            lock_file(fd, store.journal, "journal")
     except BaseException:
         os.close(fd)
         raise

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -407,7 +406,7 @@ def _all_held(removal: Removal) -> Iterator[list[int]]:
     """Lock everything that is to be removed; descriptors of the block devices."""
     with contextlib.ExitStack() as stack:
         if removal.state is not None:
-            stack.enter_context(locked(removal.state, 0.0))
+            stack.enter_context(locked(removal.state, None))
         for file in removal.files:
             stack.enter_context(_held(file, removal.store))
         yield [stack.enter_context(_held_device(path, removal.store)) for path in removal.raw]
@@ -423,7 +422,7 @@ def _held(path: Path, store: str) -> Iterator[None]:
     try:
         data = DATA_NAME.fullmatch(path.name) is not None
         if data or path.name == JOURNAL:
-            lock_file(fd, path, "store", time.monotonic())
+            lock_file(fd, path, "store")
         try:
             named = store if path.name in NAMELESS else owner(fd, path.name)
             same = os.path.samestat(os.fstat(fd), path.lstat())
@@ -443,7 +442,7 @@ def _held_device(path: Path, store: str) -> Iterator[int]:
     except OSError as error:
         raise StoreError(f"cannot open {path}: {error.strerror}") from error
     try:
-        lock_file(fd, path, "store", time.monotonic())
+        lock_file(fd, path, "store")
         try:
             named = owner(fd, "")
         except OSError as error:

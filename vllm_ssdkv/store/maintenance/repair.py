@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import time
 from pathlib import Path
 from uuid import uuid4
 
@@ -216,7 +215,7 @@ def _remove_orphan(this: Examination, path: Path) -> None:
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        lock_file(fd, path, "orphan", time.monotonic())
+        lock_file(fd, path, "orphan")
         if not is_orphan(this.store, path):
             raise StoreError("it has no superblock of this store")
         path.unlink()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import time
 from dataclasses import dataclass
 
 from vllm_ssdkv.base.errors import StoreError
@@ -43,7 +42,7 @@ def resume(store: StoredStore) -> Resumed:
     devices, ranks = range(len(store.paths)), range(store.manifest.tp_size)
     # Of a copy of the state directory the journal is nobody's.
     data = {store.data_path(device, rank) for device in devices for rank in ranks}
-    require_unlocked(data, time.monotonic())
+    require_unlocked(data)
     journal = open_journal(store, lock=True)
     try:
         with locked(store.state):
