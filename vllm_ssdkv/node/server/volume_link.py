@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import errno
 import logging
 import queue
@@ -77,6 +78,7 @@ class _Write:
     failed: bool = False
 
     def done(self) -> bool:
+        """Check whether it has ended. Never blocks."""
         return self.failed or (self.batch is not None and self.batch.done())
 
 
@@ -94,6 +96,7 @@ class _Lane:
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._overdue: list[Batch] = []
+        self._writes: collections.deque[_Write] = collections.deque()
         self.dead = link.volumes.is_dead(drive)
         self._thread = threading.Thread(target=self._run, name=f"ssdkv-volume-{drive}", daemon=True)
         self._thread.start()
@@ -125,6 +128,19 @@ class _Lane:
             # What was skipped at the end of the memory comes back with what lies behind it.
             self._used -= end - self._tail if end >= self._tail else self._window - self._tail + end
             self._tail = end
+
+    def begin_write(self) -> _Write:
+        """A write whose bytes come from now on. One thread calls this."""
+        while self._writes and self._writes[0].done():
+            self._writes.popleft()
+        write = _Write()
+        if not self.dead:  # else nothing comes to the drive
+            self._writes.append(write)
+        return write
+
+    def writes(self) -> list[_Write]:
+        """Writes that have not ended, also those that nobody waits for. Any thread."""
+        return [write for write in tuple(self._writes) if not write.done()]
 
     def put(self, job: _Job | None) -> None:
         """Have a job answered; None: end."""
@@ -219,12 +235,10 @@ class VolumeLink:
         self.memory = self._arena.view(0, self._arena.nbytes)
         self._lanes = [_Lane(self, drive, drive * window, window) for drive in range(drives)]
         self._credit = CREDIT
-        self._writes: list[_Write] = []
 
     def writes(self) -> list[_Write]:
-        """Writes that came here and have not ended, be it that nobody waits for them any more. Any
-        thread, also after :meth:`close`."""
-        return [write for write in self._writes if not write.done()]
+        """Writes of all drives that have not ended. Any thread, also after :meth:`close`."""
+        return [write for lane in self._lanes for write in lane.writes()]
 
     def serve(self, count: Callable[[str], None]) -> None:
         """Serve until the connection ends.
@@ -259,8 +273,7 @@ class VolumeLink:
         self, lane: _Lane, message: MoveBytes, offsets: I64, lengths: I64, begin: int
     ) -> Batch | None:
         """Receive the bytes of a write and begin it; None: the drive is out of use."""
-        write, nbytes = _Write(), int(lengths.sum())
-        self._writes = [*self.writes(), write]
+        write, nbytes = lane.begin_write(), int(lengths.sum())
         try:
             self._channel.receive_payload([self.memory[begin : begin + nbytes].data], PAYLOAD_S)
             self._give_credit(nbytes)
