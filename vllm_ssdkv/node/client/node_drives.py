@@ -281,9 +281,8 @@ class NodeDrives:
                     if self.drive_of[device] == drive:
                         health.restore(device)
 
-            link.on_change.append(tell)
             link.on_caught_up.append(caught_up)
-            tell(here=link.wire is not None)
+            link.tell_changes(tell)
 
     def describe(self) -> list[str]:
         """Lines of the start-up summary."""

@@ -110,6 +110,12 @@ class VolumeLink:
         wire = self.wire
         return None if wire is None or wire.session.ended else wire.session
 
+    def tell_changes(self, tell: Callable[[bool], None]) -> None:
+        """Call ``tell`` with how it is now, and later as :attr:`on_change` says, in order."""
+        with self._lock:
+            self.on_change.append(tell)
+            tell(self.wire is not None)
+
     def start(self) -> list[Drive]:
         """Open the first session; the node's drives.
 
