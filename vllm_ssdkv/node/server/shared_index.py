@@ -68,7 +68,7 @@ class Writer(Protocol):
     """One connection by which a worker writes to shared volumes."""
 
     def writes(self) -> Sequence[Write]:
-        """Writes that have not ended, also those that nobody waits for. Any thread."""
+        """Writes that have not ended, also when the connection has. Any thread."""
 
 
 class Writers:
@@ -337,21 +337,23 @@ class SharedIndexes:
             index = self._open[name]
             if self._users[name] or not index.settled:
                 return
-            del self._open[name]
+            del self._open[name], self._users[name]
         index.close()
 
     def _volume_goes(self, volume: UUID) -> None:
         """Close the index in a volume that is about to be removed.
 
         Raises:
-            StoreLockedError: an engine uses it.
+            StoreLockedError: an engine uses it, or writes to it hang.
         """
         with self._opening:
             names = [name for name, one in self._open.items() if one.volume == volume]
             for name in names:
                 self._close_unused(name)
                 if name in self._open:
-                    raise StoreLockedError(f"the volume {volume} is in use by an engine")
+                    raise StoreLockedError(
+                        f"the volume {volume} is in use by an engine, or by writes that hang"
+                    )
 
     def indexes(self) -> list[SharedIndex]:
         """Indexes that engines use now."""
