@@ -20,8 +20,8 @@ from vllm_ssdkv.cli import arguments
 from vllm_ssdkv.config.effects import without_effect
 from vllm_ssdkv.config.engine import SSDKVConfig
 from vllm_ssdkv.config.secondary_tier import (
-    FIELDS,
     OF_THE_STORE,
+    OFFLOADING_FIELDS,
     TIER_NAMES,
     SecondaryTierConfig,
     tier_entries,
@@ -80,7 +80,7 @@ def _checked(given: Mapping[str, object]) -> list[_Options]:
     """
     if given.get("type") == TIER_NAMES["type"]:  # an entry of secondary_tiers
         tiers = [given]
-    elif not FIELDS.intersection(given):
+    elif not OFFLOADING_FIELDS.intersection(given):
         return [_Options(given, SSDKVConfig.from_extra_config(given))]
     else:
         tiers = [*tier_entries(given)]

@@ -20,8 +20,8 @@ OF_THE_STORE: Final = (
 )
 """Options of docs/options.md that the tier has, too."""
 
-FIELDS: Final = frozenset({"secondary_tiers", "spec_name", "cpu_bytes_to_use"})
-"""Options of that connector by which it is known."""
+OFFLOADING_FIELDS: Final = frozenset({"secondary_tiers", "spec_name", "cpu_bytes_to_use"})
+"""Options of that connector by which they are known from those of ours."""
 
 TIER_NAMES: Final = {"type": "SSDKVTier", "module_path": "vllm_ssdkv.secondary_tier"}
 """Fields by which vLLM finds our tier."""

@@ -47,7 +47,7 @@ def peers_of(
     """The nodes that the options name, and this half of the engine.
 
     Raises:
-        ConfigError: an address of the option ``nodes`` is none, or ``node_keys`` has no keys.
+        ConfigError: the file that the option ``node_keys`` names has no keys.
     """
     spec, keys = _spec_of(place, block_tokens), _keys(config)
     run = as_name(place.run)
@@ -85,7 +85,7 @@ def volume_peers(config: SSDKVConfig, run: str, rank: int) -> list[Peer]:
     """The nodes that have the slots of a rank in page mode.
 
     Raises:
-        ConfigError: an address of the option ``nodes`` is none, or ``node_keys`` has no keys.
+        ConfigError: the file that the option ``node_keys`` names has no keys.
     """
     keys = _keys(config)
     return [Peer(Address.parse(node), keys, "volume", as_name(run), rank) for node in config.nodes]

@@ -131,7 +131,7 @@ def open_node_chunks(space: ChunkSpace) -> NodeChunks:
     """Open a store in the nodes that the options name.
 
     Raises:
-        ConfigError: an address of the option ``nodes`` is none, or ``node_keys`` has no keys.
+        ConfigError: the file that the option ``node_keys`` names has no keys.
         StoreError: no node answers, or one refuses.
     """
     place, pool = space.place, space.pool
