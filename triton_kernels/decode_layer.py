@@ -264,7 +264,8 @@ class DecodeLayer:
 
         Seven launches with :meth:`store`, six where no row scores pages, and five where none may
         ask for any; eight by codes, which queries are rotated for by a launch of its own: each
-        program that scores would else rotate them again.
+        program that scores would else rotate them again. Two more with :attr:`hot`: pages that it
+        holds are not asked for.
 
         Args:
             layer: Its number.
@@ -302,19 +303,27 @@ class DecodeLayer:
             sinks=0 if choosing is None else choosing.sinks,
             wanted=1.0 if choosing is None else choosing.mass,
         )
+        hot, listed = self.hot, now.listed
+        if hot is not None:
+            hot.find(layer, listed, now.choice, self._slots)
         if self.misses.most:
-            row_pages = self.shape.blocks * self.layout.kv_heads * self.layout.groups
-            listed, lost = now.listed.address, self.outcome
-            wait(self.misses, listed, lost, layer=layer, row_pages=row_pages)
-        if self.hot is not None:
-            self.hot.serve(layer, now.listed, now.choice, self._slots)
+            wait(
+                self.misses,
+                listed.address,
+                self.outcome,
+                layer=layer,
+                row_pages=self.shape.blocks * self.layout.kv_heads * self.layout.groups,
+                nowhere=None if hot is None else now.choice.nowhere.data_ptr(),
+            )
+        if hot is not None:
+            hot.fill(layer, listed, now.choice, self._slots)
         attend_parts(
             query,
             pages,
             now.pages,
             cache=None,
-            block_offset=now.listed.address,
-            block_position=now.listed.position,
+            block_offset=listed.address,
+            block_position=listed.position,
             layout=pages_of(self.layout),
             scale=scale,
             splits=len(pages.m),

@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 
 from vllm_ssdkv.kernels.operands.step_tables import StepTables
-from vllm_ssdkv.triton_kernels.launch import INTERPRETED, jit, on_device_of
+from vllm_ssdkv.triton_kernels.launch import INTERPRETED, inline, jit, on_device_of
 
 HEAD: Final = 2
 """Words of a request, and of a reply, before those of its pages."""
@@ -70,6 +70,27 @@ for _own in (_now_ns, _acquired, _release):
     _own.__dict__["__triton_builtin__"] = True  # the compiler calls them
 
 
+@inline
+def _leave_out_found(
+    key_ptr: torch.Tensor,
+    place_ptr: torch.Tensor,
+    address_ptr: torch.Tensor,
+    nowhere: int,
+    count: torch.Tensor,
+    TILE: tl.constexpr,
+) -> torch.Tensor:
+    """Write -1 in place of the keys of pages that are not ``nowhere`` any more; how many are."""
+    left = tl.zeros([TILE], tl.int32)
+    for start in range(0, count, TILE):
+        i = start + tl.arange(0, TILE)
+        place = tl.load(place_ptr + i, mask=i < count, other=0)
+        address = tl.load(address_ptr + place, mask=i < count, other=nowhere)
+        tl.store(key_ptr + i, -1, mask=address != nowhere)
+        left += ((i < count) & (address == nowhere)).to(tl.int32)
+    total: torch.Tensor = tl.sum(left, 0)
+    return total
+
+
 @jit
 def _wait_kernel(
     state_ptr: torch.Tensor,
@@ -83,6 +104,8 @@ def _wait_kernel(
     layer: int,
     layers: int,
     row_pages: int,
+    nowhere: int,
+    SEARCHED: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
     count = tl.load(state_ptr)
@@ -92,10 +115,15 @@ def _wait_kernel(
     tl.store(state_ptr, 0)
     count = tl.minimum(count, most)
     base = tl.load(service_ptr)
-    until = _now_ns() + tl.load(service_ptr + 1)
     mail = base // layers % 2 * (_MAIL_HEAD + most)
     request_ptr = tl.cast(request, tl.int64).to(tl.pointer_type(tl.int64)) + mail
     reply_ptr = tl.cast(reply, tl.int64).to(tl.pointer_type(tl.int64)) + mail
+    if SEARCHED:
+        key_ptr = request_ptr + _MAIL_HEAD
+        left = _leave_out_found(key_ptr, place_ptr, address_ptr, nowhere, count, TILE)
+        if left == 0:
+            return
+    until = _now_ns() + tl.load(service_ptr + 1)
     ticket = base + layer + 1
     tl.store(request_ptr + 1, count)
     tl.debug_barrier()
@@ -113,7 +141,7 @@ def _wait_kernel(
         tl.store(address_ptr + place, address, mask=address != 0)
         lost = (i < count) & (address == 0)
         key = tl.load(request_ptr + _MAIL_HEAD + i, mask=lost, other=0, volatile=True)
-        tl.store(lost_ptr + key // row_pages, 1, mask=lost)
+        tl.store(lost_ptr + key // row_pages, 1, mask=lost & (key >= 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +190,13 @@ def wait(
     *,
     layer: int,
     row_pages: int,
+    nowhere: int | None = None,
 ) -> None:
     """Ask for the pages that a layer lacks, and write their ``addresses``. Rows whose pages do not
     come in time are lost: ``outcome`` [row] is 1. Queued on the current stream.
 
-    ``row_pages``: keys of pages of a row.
+    ``row_pages``: keys of pages of a row. ``nowhere``: address of pages that are still missing,
+    where some may have been found since they were listed; None: all are.
     """
     with on_device_of(addresses):
         _wait_kernel[(1,)](
@@ -181,6 +211,8 @@ def wait(
             layer,
             misses.layers,
             row_pages,
+            nowhere or 0,
+            SEARCHED=nowhere is not None,
             TILE=_TILE,
             num_warps=1,
         )

@@ -30,21 +30,42 @@ _FACTOR = tl.constexpr(0x9E3779B97F4A7C15)
 
 
 @inline
+def _chosen_of(
+    line: int,
+    begin_ptr: torch.Tensor,
+    end_ptr: torch.Tensor,
+    row_ptr: torch.Tensor,
+    columns_ptr: torch.Tensor,
+    identity_ptr: torch.Tensor,
+    blocks: int,
+    KV_HEADS: tl.constexpr,
+) -> tuple[int, int, torch.Tensor]:
+    """Begin and end of a list, empty if it has all pages of its context, and where the identities
+    of its row begin."""
+    entry = line // KV_HEADS
+    begin = tl.load(begin_ptr + line)
+    end = tl.load(end_ptr + line)
+    end = tl.where(end - begin < tl.load(columns_ptr + entry), end, begin)
+    return begin, end, identity_ptr + tl.load(row_ptr + entry).to(tl.int64) * blocks
+
+
+@inline
 def _key_and_set(
     position: torch.Tensor,
     identity_ptr: torch.Tensor,
-    mask: torch.Tensor,
+    head: int,
     sets: int,
     GROUPS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
+    WAYS: tl.constexpr,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Key of pages at these positions, never 0, and the first place of their set."""
+    """Key of a KV head's pages at these positions, never 0, and the first place of their set."""
     column = position // PAGE_TOKENS
-    identity = tl.load(identity_ptr + column // GROUPS, mask=mask, other=0)
+    identity = tl.load(identity_ptr + column // GROUPS)
     key = identity * GROUPS + column % GROUPS + 1
     mixed = key.to(tl.uint64, bitcast=True) * _FACTOR
     number = (mixed >> 32).to(tl.int64) % sets
-    return key, number
+    return key, (head * sets + number) * WAYS
 
 
 @jit
@@ -70,24 +91,23 @@ def _find_kernel(
     TILE: tl.constexpr,
 ) -> None:
     line = tl.program_id(0).to(tl.int64)
-    entry = line // KV_HEADS
-    begin = tl.load(begin_ptr + line)
-    end = tl.load(end_ptr + line)
-    if end - begin < tl.load(columns_ptr + entry):
-        now = tl.load(clock_ptr)
-        identity_ptr += tl.load(row_ptr + entry).to(tl.int64) * blocks
-        way = tl.arange(0, WAYS)
-        for start in range(begin, end, TILE):
-            i = start + tl.arange(0, TILE)
-            position = tl.load(position_ptr + i, mask=i < end, other=0)
-            key, number = _key_and_set(position, identity_ptr, i < end, sets, GROUPS, PAGE_TOKENS)
-            first = (line % KV_HEADS * sets + number) * WAYS
-            at = first[:, None] + way[None, :]
-            held = tl.load(key_ptr + at, mask=(i < end)[:, None], other=0)
-            found = tl.max(tl.where(held == key[:, None], way[None, :], -1), 1)
-            there = (found >= 0) & (i < end)
-            tl.store(used_ptr + first + found, now, mask=there)
-            tl.store(address_ptr + i, memory + (first + found) * PAGE_BYTES, mask=there)
+    begin, end, identity_ptr = _chosen_of(
+        line, begin_ptr, end_ptr, row_ptr, columns_ptr, identity_ptr, blocks, KV_HEADS
+    )
+    now = tl.load(clock_ptr)
+    way = tl.arange(0, WAYS)
+    for start in range(begin, end, TILE):
+        i = start + tl.arange(0, TILE)
+        position = tl.load(position_ptr + i, mask=i < end, other=0)
+        key, first = _key_and_set(
+            position, identity_ptr, line % KV_HEADS, sets, GROUPS, PAGE_TOKENS, WAYS
+        )
+        at = first[:, None] + way[None, :]
+        held = tl.load(key_ptr + at, mask=(i < end)[:, None], other=0)
+        found = tl.max(tl.where(held == key[:, None], way[None, :], -1), 1)
+        there = (found >= 0) & (i < end)
+        tl.store(used_ptr + first + found, now, mask=there)
+        tl.store(address_ptr + i, memory + (first + found) * PAGE_BYTES, mask=there)
 
 
 @jit
@@ -103,35 +123,33 @@ def _fill_kernel(
     used_ptr: torch.Tensor,
     clock_ptr: torch.Tensor,
     memory: int,
-    nowhere: int,
     blocks: int,
     sets: int,
+    nowhere: int,
     KV_HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     PAGE_BYTES: tl.constexpr,
-    PAYLOAD: tl.constexpr,
     WAYS: tl.constexpr,
+    PAYLOAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
     line = tl.program_id(0).to(tl.int64)
-    entry = line // KV_HEADS
-    begin = tl.load(begin_ptr + line)
-    end = tl.load(end_ptr + line)
-    chosen = end - begin < tl.load(columns_ptr + entry)
-    first_page = begin + tl.program_id(1) * CHUNK
-    last_page = tl.where(chosen, tl.minimum(end, first_page + CHUNK), first_page)
+    begin, end, identity_ptr = _chosen_of(
+        line, begin_ptr, end_ptr, row_ptr, columns_ptr, identity_ptr, blocks, KV_HEADS
+    )
     now = tl.load(clock_ptr)
-    identity_ptr += tl.load(row_ptr + entry).to(tl.int64) * blocks
     memory_end = memory + KV_HEADS * tl.cast(sets, tl.int64) * WAYS * PAGE_BYTES
     way = tl.arange(0, WAYS)
-    for i in range(first_page, last_page):
+    begin += tl.program_id(1) * CHUNK
+    for i in range(begin, tl.minimum(end, begin + CHUNK)):
         address = tl.load(address_ptr + i)
         here = (address >= memory) & (address < memory_end)
         if (address != nowhere) & (here == 0):
             position = tl.load(position_ptr + i)
-            key, number = _key_and_set(position, identity_ptr, chosen, sets, GROUPS, PAGE_TOKENS)
-            first = (line % KV_HEADS * sets + number) * WAYS
+            key, first = _key_and_set(
+                position, identity_ptr, line % KV_HEADS, sets, GROUPS, PAGE_TOKENS, WAYS
+            )
             # One thread reads for all: other programs write these words, and all must agree.
             used = tl.atomic_add(used_ptr + first + way, 0, sem="relaxed")
             oldest = tl.min(used, 0)
@@ -188,11 +206,10 @@ class ResidentPages:
         """A step begins."""
         self.clock.add_(1)
 
-    def serve(self, layer: int, listed: Listed, choice: Choice, layout: BlockLayout) -> None:
-        """Have the lists of a layer name the places of their pages, which are brought there.
+    def find(self, layer: int, listed: Listed, choice: Choice, layout: BlockLayout) -> None:
+        """Have the lists of a layer name the places of their pages that are held.
 
-        Lists with all pages of their context, and pages that did not come, stay as they are.
-        Queued on the current stream: two launches.
+        Lists with all pages of their context stay as they are. Queued on the current stream.
 
         Args:
             layer: Its number.
@@ -200,9 +217,31 @@ class ResidentPages:
             choice: Rows that chose them.
             layout: Layout of a block in a slot; pages are multiples of 8 bytes.
         """
-        _, heads, places = self.key.shape
+        operands, sizes = self._operands(layer, listed, choice, layout)
+        with on_device_of(self.key):
+            _find_kernel[(len(listed.begin),)](*operands, **sizes, TILE=_TILE, num_warps=4)
+
+    def fill(self, layer: int, listed: Listed, choice: Choice, layout: BlockLayout) -> None:
+        """Bring the other pages to places, and have these lists name them: as :meth:`find`, after
+        it. Pages that are nowhere stay out."""
+        operands, sizes = self._operands(layer, listed, choice, layout)
         lists = len(listed.begin)
-        shared = (
+        with on_device_of(self.key):
+            _fill_kernel[(lists, -(-(len(listed.address) // lists) // _CHUNK))](
+                *operands,
+                choice.nowhere.data_ptr(),
+                **sizes,
+                PAYLOAD=layout.page_payload_bytes,
+                CHUNK=_CHUNK,
+                num_warps=4,
+            )
+
+    def _operands(
+        self, layer: int, listed: Listed, choice: Choice, layout: BlockLayout
+    ) -> tuple[tuple[torch.Tensor | int, ...], dict[str, int]]:
+        """What both kernels take: values, and sizes."""
+        _, heads, places = self.key.shape
+        operands = (
             listed.begin,
             listed.end,
             listed.address,
@@ -214,32 +253,13 @@ class ResidentPages:
             self.used[layer],
             self.clock,
             self.memory.address + layer * heads * places * self.page_bytes,
+            self.identity.shape[1],
+            places // WAYS,
         )
-        blocks, sets = self.identity.shape[1], places // WAYS
-        with on_device_of(self.key):
-            _find_kernel[(lists,)](
-                *shared,
-                blocks,
-                sets,
-                KV_HEADS=heads,
-                GROUPS=layout.groups,
-                PAGE_TOKENS=layout.page_tokens,
-                PAGE_BYTES=self.page_bytes,
-                WAYS=WAYS,
-                TILE=_TILE,
-                num_warps=4,
-            )
-            _fill_kernel[(lists, -(-(len(listed.address) // lists) // _CHUNK))](
-                *shared,
-                choice.nowhere.data_ptr(),
-                blocks,
-                sets,
-                KV_HEADS=heads,
-                GROUPS=layout.groups,
-                PAGE_TOKENS=layout.page_tokens,
-                PAGE_BYTES=self.page_bytes,
-                PAYLOAD=layout.page_payload_bytes,
-                WAYS=WAYS,
-                CHUNK=_CHUNK,
-                num_warps=4,
-            )
+        return operands, {
+            "KV_HEADS": heads,
+            "GROUPS": layout.groups,
+            "PAGE_TOKENS": layout.page_tokens,
+            "PAGE_BYTES": self.page_bytes,
+            "WAYS": WAYS,
+        }

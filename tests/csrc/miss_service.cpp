@@ -118,7 +118,9 @@ std::vector<int64_t> ask(Rig& rig, int64_t base, int64_t layer, const std::vecto
     std::this_thread::yield();
   }
   const std::vector<int64_t> found(reply + kMailHead, reply + kMailHead + keys.size());
-  check(reply[1] == std::count(found.begin(), found.end(), 0), "as many are lost as have none");
+  int64_t lost = 0;
+  for (size_t i = 0; i < keys.size(); ++i) lost += keys[i] >= 0 && found[i] == 0;
+  check(reply[1] == lost, "as many are lost as were asked for and have none");
   return found;
 }
 

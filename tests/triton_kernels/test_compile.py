@@ -466,6 +466,7 @@ def test_resident_pages(
     record: Callable[[ModuleType, str], Recorder], capability: int, sets: int
 ) -> None:
     recorders = [record(resident_pages, name) for name in ("_find_kernel", "_fill_kernel")]
+    waits = record(misses, "_wait_kernel")
     layout = BlockLayout.unpadded(64, 16, 8, 128, torch.bfloat16)
     identity = torch.zeros((4, 32), dtype=torch.int64)
     shape = 2, 8, layout.page_stride_bytes
@@ -474,7 +475,13 @@ def test_resident_pages(
     numbers, places = torch.zeros(32, dtype=torch.int32), torch.zeros(32 * 128, dtype=torch.int64)
     none = torch.zeros(0)
     choice = resolve.Choice(numbers, numbers, numbers, numbers, none, none, *[none] * 4)
-    hot.serve(1, resolve.Listed(numbers, numbers, places, places), choice, layout)
+    listed = resolve.Listed(numbers, numbers, places, places)
+    hot.find(1, listed, choice, layout)
+    hot.fill(1, listed, choice, layout)
+    tables = StepTables(rows=4, blocks=32, hbm_blocks=50)
+    asked = misses.Misses.empty(2, 100, tables, torch.zeros(tables.size, dtype=torch.int64))
+    misses.wait(asked, places, numbers, layer=1, row_pages=1024, nowhere=4096)
+    check(waits, capability)
     _, fill = [check(recorder, capability) for recorder in recorders]
     # One thread reads for all which place is the oldest: other programs take places meanwhile.
     assert "atom.global.gpu.relaxed.add.u32" in fill

@@ -155,9 +155,9 @@ def test_one_graph_decodes_all_steps(
     hot = selector == "bounds"
     got, counted = decoded(model, selector, tmp_path / "captured", launches, steps, hot=hot)
     assert len(graphs) == 1 + PIECES
-    keep = ["_find", "_fill"] if hot else []
     asks = ["_wait"] if selector != "exact" else []
-    layer = ["_store", "_attend", *SCORED.get(selector, []), "_resolve", *asks, *keep, "_attend"]
+    brings = ["_find", *asks, "_fill"] if hot else asks
+    layer = ["_store", "_attend", *SCORED.get(selector, []), "_resolve", *brings, "_attend"]
     names = [f"{name}_kernel" for name in ["_match", *[*layer, "_merge"] * 2]]
     assert graphs[0].launches == names
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)

@@ -15,8 +15,10 @@ from tests.oracles import sparse_attention as oracle
 from tests.triton_kernels.recorded import Recorded
 from vllm_ssdkv.kernels.operands.block_layout import BlockLayout
 from vllm_ssdkv.kernels.operands.step_tables import NEWEST, StepTables
+from vllm_ssdkv.store.memory.device_memory import DeviceMemory
 from vllm_ssdkv.triton_kernels.decode_layer import Choosing, DecodeLayer
 from vllm_ssdkv.triton_kernels.misses import Misses
+from vllm_ssdkv.triton_kernels.resident_pages import WAYS, ResidentPages
 from vllm_ssdkv.triton_kernels.step_rows import Batch, change
 
 KV_HEADS, GROUP, SIZE, BLOCK, PAGE = 2, 3, 16, 8, 4
@@ -290,6 +292,8 @@ class Host:
             self.most = max(self.most, int(request[1]))
             keys = self.asked[layer] = request[2 : 2 + request[1]].tolist()
             for i, key in enumerate(keys):
+                if key < 0:
+                    continue
                 row, block = divmod(key // (KV_HEADS * GROUPS), SHAPE.blocks)
                 page = layer * KV_HEADS * GROUPS + key % (KV_HEADS * GROUPS)
                 held = self.steps.frames[row, block, HEADER + page * 1024 :][:1024]
@@ -353,6 +357,32 @@ def test_a_layer_that_may_ask_is_seven_launches_and_moves_nothing() -> None:
     layer = ["_store", "_attend", "_pages", "_resolve", "_wait", "_attend", "_merge"]
     assert record.launches == [f"{name}_kernel" for name in ["_match", *layer * LAYERS]]
     assert record.operations == []
+
+
+def test_pages_that_the_device_holds_are_not_asked_for() -> None:
+    steps = Steps(KINDS["bounds"][0], MOST)
+    memory = torch.zeros((LAYERS * KV_HEADS * WAYS, 1024), dtype=torch.uint8)
+    held = DeviceMemory(memory.data_ptr(), len(memory), lambda source, to: None)
+    identity = torch.arange(SHAPE.rows * SHAPE.blocks).view(SHAPE.rows, SHAPE.blocks)
+    hot = ResidentPages.empty(held, (LAYERS, KV_HEADS, 1024), identity)
+    steps.layer.hot = hot
+    row = Row(6, 9, 7, 7)
+    steps.prepare({1: row}, seed=1)
+    steps.run()
+    want, first = steps.out.clone(), steps.places[1] * SHAPE.blocks
+    sink = first * KV_HEADS * GROUPS + GROUPS  # that of the second KV head
+    for step, asked in enumerate(([], [sink]), start=1):
+        if asked:
+            hot.key[1, 1][hot.key[1, 1] == first * GROUPS + 1] = 0
+        steps.service = step * LAYERS, SURE_NS
+        steps.prepare({1: replace(row, without_frame=0)}, seed=1)
+        with host(steps, step * LAYERS) as answers:
+            steps.run()
+        assert [key for keys in answers.asked.values() for key in keys if key >= 0] == asked
+        assert len(answers.asked) == len(asked)
+        assert torch.equal(steps.out, want)
+        assert not steps.layer.outcome[0].any()
+        assert not steps.misses.state.any()
 
 
 def test_a_row_whose_page_does_not_come_is_lost_and_asks_no_more() -> None:

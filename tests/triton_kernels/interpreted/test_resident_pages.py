@@ -68,7 +68,9 @@ class Rig:
         columns = torch.full((ROWS,), COLUMNS, dtype=torch.int32)
         choice = Choice(self.row, columns, columns, columns, OTHERS, self.nowhere, *[OTHERS] * 4)
         before = address.clone()
-        self.hot.serve(layer, Listed(begin, end, address, position), choice, LAYOUT)
+        listed = Listed(begin, end, address, position)
+        self.hot.find(layer, listed, choice, LAYOUT)
+        self.hot.fill(layer, listed, choice, LAYOUT)
         here = []
         first, size = self.memory.data_ptr(), self.memory.numel()
         for i, (line, j, _) in enumerate(flat):

@@ -131,7 +131,8 @@ void bind_miss_service(nb::module_& m) {
 
 ``requests`` and ``replies`` are addresses of int64 ``[2, 2 + most]``, for steps in turn: ticket,
 count, then a key for each page; ticket, pages lost, then the address of each page or 0. A key is the
-row times ``blocks``, plus the block, times ``layer_pages``, plus the page's number in the layer.)")
+row times ``blocks``, plus the block, times ``layer_pages``, plus the page's number in the layer; a
+negative one asks for nothing.)")
       .def(
           "__init__",
           [](Mailbox* mail, uint64_t requests, uint64_t replies, int64_t most, int64_t layers,

@@ -168,11 +168,14 @@ void MissService::serve(const int64_t* request, size_t count, int64_t* reply) {
   const int64_t first = (latest_ - base_ - 1) * mail_.layer_pages;
   std::vector<int64_t> slots, numbers;
   std::vector<size_t> known;
+  size_t lost = 0;
   for (size_t i = 0; i < count; ++i) {
     const int64_t key = request[kMailHead + i], block = key / mail_.layer_pages;
+    if (key < 0) continue;
+    ++lost;
     const auto row = static_cast<size_t>(block / mail_.blocks);
     const auto column = static_cast<size_t>(block % mail_.blocks);
-    if (key < 0 || row >= rows_.size() || column >= rows_[row].size()) continue;
+    if (row >= rows_.size() || column >= rows_[row].size()) continue;
     slots.push_back(rows_[row][column]);
     numbers.push_back(first + key % mail_.layer_pages);
     known.push_back(i);
@@ -183,7 +186,6 @@ void MissService::serve(const int64_t* request, size_t count, int64_t* reply) {
   bring(asked);
   const FoundPages found = cache_.find(numbers, no_frame, asked.which, asked.keys, asked.places);
   std::fill_n(reply + kMailHead, count, 0);
-  size_t lost = count;
   for (size_t i = 0; i < known.size(); ++i) {
     reply[kMailHead + known[i]] = static_cast<int64_t>(found.address[i]);
     lost -= found.here[i] != 0;

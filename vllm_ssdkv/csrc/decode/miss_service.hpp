@@ -23,9 +23,10 @@
 namespace ssdkv {
 
 // Words before the pages. A request has its ticket, the number of its pages, and a key for each:
-// its row times `blocks`, plus its block, times `layer_pages`, plus its number in the layer. A
-// reply has the ticket, the number of pages that did not come, and the address of each page; 0: it
-// is lost. Tickets are written last. A layer of a step has the ticket step * layers + layer + 1.
+// its row times `blocks`, plus its block, times `layer_pages`, plus its number in the layer; a
+// negative one asks for nothing. A reply has the ticket, the number of pages that did not come, and
+// the address of each page; 0: it is lost. Tickets are written last. A layer of a step has the
+// ticket step * layers + layer + 1.
 inline constexpr size_t kMailHead = 2;
 
 // There are two of each, for steps in turn.
