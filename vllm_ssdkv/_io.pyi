@@ -576,7 +576,8 @@ class Mailbox:
     ``requests`` and ``replies`` are addresses of int64 ``[2, 2 + most]``, for steps in turn: of a
     ticket, a count, and a key for each page; and of a ticket, the pages that are lost, and the
     address of each page or 0. A key is the row times ``blocks``, plus the block, times
-    ``layer_pages``, plus the page's number in the layer. Raises ValueError for sizes below 1.
+    ``layer_pages``, plus the page's number in the layer; a negative one asks for nothing. Raises
+    ValueError for sizes below 1.
     """
 
     def __init__(
@@ -620,10 +621,6 @@ class StoredPages:
 
 class Served:
     """Outcome of the requests of a step."""
-
-    @property
-    def requests(self) -> int:
-        """Requests that were answered."""
 
     @property
     def held(self) -> int:

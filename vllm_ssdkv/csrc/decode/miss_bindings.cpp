@@ -166,7 +166,6 @@ where nothing is encrypted, and ``marks [rows, pages, words]``.)")
           "row_of"_a.noconvert(), "opening"_a.noconvert(), "marks"_a.noconvert());
 
   nb::class_<Served>(m, "Served", "Outcome of the requests of a step.")
-      .def_ro("requests", &Served::requests, "Requests that were answered.")
       .def_ro("held", &Served::held, "Distinct pages that the cache had.")
       .def_ro("read", &Served::read, "Distinct pages that were read.")
       .def_ro("slow", &Served::slow, "Distinct pages that the slow lane has read.")

@@ -153,7 +153,6 @@ bool MissService::look() {
   } catch (const std::exception&) {  // no memory, or no such slot: these pages are lost
     std::fill_n(reply + kMailHead, count, 0);
     reply[1] = static_cast<int64_t>(count);
-    ++served_.requests;
     served_.lost += count;
   }
   std::atomic_ref<int64_t>(*reply).store(ticket, std::memory_order_release);
@@ -193,7 +192,6 @@ void MissService::serve(const int64_t* request, size_t count, int64_t* reply) {
   reply[1] = static_cast<int64_t>(lost);
   std::copy_if(asked.places.begin(), asked.places.end(), std::back_inserter(taken_),
                [](int32_t place) { return place != kNoPlace; });
-  ++served_.requests;
   served_.lost += lost;
 }
 

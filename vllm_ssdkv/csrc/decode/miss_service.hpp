@@ -76,7 +76,6 @@ struct OverdueRead {
 
 // Outcome of the requests of a step.
 struct Served {
-  uint64_t requests = 0;
   uint64_t held = 0;                 // distinct pages that the cache had
   uint64_t read = 0;                 // that were read
   uint64_t slow = 0;                 // of these, by the slow lane
