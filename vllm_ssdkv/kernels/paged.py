@@ -384,10 +384,14 @@ class TritonPageKernels:
         rest, which goes where it stays."""
         layout, geometry = packing.layout, packing.geometry
         there = packing.on_device(self.device)
+        if order is not None:
+            kept = on_device(order.kept, torch.int32, self.device)
+            features = order.addresses()
         for i, layer in enumerate(layers):
             source, aligned = there.source[layer], alignment(packing.source[layer])
             if order is not None and order.layers[i]:
-                made = self._reordered(source, i, order, layout)
+                alike = None if features is None else features[i * len(kept) :][: len(kept)]
+                made = self._reordered(source, kept, alike, order.width, layout)
                 source, aligned = _rows(made), alignment(np.array([made.data_ptr()], np.uint64))
             self._pack.copy_pages(
                 source,
@@ -405,18 +409,21 @@ class TritonPageKernels:
             self._summarize_layer(source, there.records[layer], there.channels[layer], packing)
 
     def _reordered(
-        self, source: torch.Tensor, layer: int, order: TokenOrder, layout: BlockLayout
+        self,
+        source: torch.Tensor,
+        kept: torch.Tensor,
+        features: NDArray[np.uint64] | None,
+        width: int,
+        layout: BlockLayout,
     ) -> torch.Tensor:
-        """Copies of one layer's blocks, [n, block], with their tokens in order."""
-        kept = on_device(order.kept, torch.int32, self.device)
+        """Copies of one layer's blocks, [n, block], with their tokens in order, whose ``features``,
+        of this ``width``, are at addresses, [n], as of ``TokenOrder``."""
         place = self._order.order_blocks(source, kept, layout)
-        features = order.addresses()
         if features is not None:
-            of_layer = features.reshape(len(order.layers), -1)[layer]
-            known = np.flatnonzero(of_layer)
-            rows = on_device(of_layer[known], torch.int64, self.device)
+            known = np.flatnonzero(features)
+            rows = on_device(features[known], torch.int64, self.device)
             which = on_device(known, torch.int64, self.device)
-            place[which] = self._order.order_blocks(rows, kept[which], layout, order.width)
+            place[which] = self._order.order_blocks(rows, kept[which], layout, width)
         made: torch.Tensor = self._order.reorder(source, place, layout)
         return made
 
