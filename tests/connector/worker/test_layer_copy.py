@@ -442,7 +442,7 @@ def test_on_a_gpu_a_layer_is_copied_behind_its_own_computing(
     copier = LayerCopier(port, layout_of(geometry), device, PATIENCE_S, Counters())
     assert copier.least_bytes == LEAST_BYTES["cuda"]
     copier.least_bytes = 1
-    copier.begin(SAVE, lambda slots: np.arange(len(slots), dtype=np.int32))
+    copier.begin(SAVE, lambda slots: np.arange(len(slots), dtype=np.int32), lambda _: None)
     for layer, name in enumerate(NAMES):
         forward.queued.append(f"layer {layer}")
         copier.computed(name)

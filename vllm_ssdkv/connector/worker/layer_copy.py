@@ -49,10 +49,6 @@ computes, and the step gains nothing (``bench_engine``). Tests and benches set a
 Reserve = Callable[[SlotArray], NDArray[np.int32]]
 
 
-def _no_rows(_: SlotArray) -> None:
-    return None
-
-
 @dataclass
 class _OpenStep:
     """The blocks of one step that go by layers."""
@@ -85,7 +81,7 @@ class LayerCopier:
     :meth:`end` has returned. On a GPU this has not been run yet.
 
     Example:
-        >>> copier.begin(plan.save, reserve)  # doctest: +SKIP
+        >>> copier.begin(plan.save, reserve, reserve_rows)  # doctest: +SKIP
         >>> copier.computed("model.layers.0.self_attn.attn")  # doctest: +SKIP
         >>> filled = copier.end()  # doctest: +SKIP
     """
@@ -139,7 +135,7 @@ class LayerCopier:
         self,
         save: CopyToDram,
         reserve: Reserve,
-        reserve_rows: ReserveRows = _no_rows,
+        reserve_rows: ReserveRows,
         *,
         has_inputs: bool = False,
     ) -> None:
