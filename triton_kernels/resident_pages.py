@@ -239,7 +239,7 @@ class ResidentPages:
     def _operands(
         self, layer: int, listed: Listed, choice: Choice, layout: BlockLayout
     ) -> tuple[tuple[torch.Tensor | int, ...], dict[str, int]]:
-        """What both kernels take: values, and sizes."""
+        """Operands of both kernels: values, and sizes."""
         _, heads, places = self.key.shape
         operands = (
             listed.begin,
