@@ -36,9 +36,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(ENGINE)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _impatient() -> Iterator[None]:
-    """In engines of this process a fault need not last long to count as one that lasts."""
+    """In engines of this process a fault need not last long to count as one that lasts: in these
+    modules alone, for others may follow in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(health, "CONDEMN_S", 0.2)
         patch.setattr(health, "FIRST_RETRY_S", 0.05)
