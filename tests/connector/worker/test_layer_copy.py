@@ -35,6 +35,7 @@ from vllm_ssdkv.connector.messages import (
     SlotArray,
     StepPlan,
 )
+from vllm_ssdkv.connector.worker import layer_copy
 from vllm_ssdkv.connector.worker.binding import Binding
 from vllm_ssdkv.connector.worker.block_copy import BlockPort, LeavingBlocks, OpaquePort
 from vllm_ssdkv.connector.worker.layer_copy import LEAST_BYTES, MOST_WAITING, LayerCopier
@@ -233,7 +234,14 @@ def test_each_layer_is_copied_beside_the_next(mode: str) -> None:
         assert it.copier.end() == 0, "the step is over"
 
 
-def test_two_wait_and_the_third_waits_for_the_oldest() -> None:
+def test_two_wait_and_the_third_waits_for_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, wait = threading.Event(), layer_copy.wait
+
+    def told(*arguments: Any) -> Any:  # noqa: ANN401 - passed through
+        waits.set()
+        return wait(*arguments)
+
+    monkeypatch.setattr(layer_copy, "wait", told)
     with rig() as it:
         it.port.shut()
         gate = it.port.gate
@@ -244,6 +252,7 @@ def test_two_wait_and_the_third_waits_for_the_oldest() -> None:
         assert it.count("layer_copy_waits") == 0
         third = threading.Thread(target=it.compute, args=(MOST_WAITING,))
         third.start()
+        assert waits.wait(PATIENCE_S)
         third.join(0.05)
         assert third.is_alive()
         assert it.copier.waiting == MOST_WAITING
