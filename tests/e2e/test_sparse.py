@@ -52,7 +52,7 @@ class Recall:
 
     def start(self) -> None:
         sparse = {"exact_below": 0, "page_cache": "1MiB", "summaries": "3MiB", **self.options}
-        io = {"staging": "4MiB", "fault_file": str(self.control), "deadline": 2.0}
+        io = {"staging": "4MiB", "fault_file": str(self.control)}
         self.engine = Engine(
             MODEL_DIR,
             ssdkv=page_mode(

@@ -111,7 +111,7 @@ def test_two_ranks_that_choose(
             "summaries": "8MiB",
             "token_order": "keys",
         },
-        io={"staging": "4MiB", "deadline": 2.0, "fault_file": str(control)},
+        io={"staging": "4MiB", "fault_file": str(control)},
     )
     with Engine(
         models["llama"],
@@ -162,7 +162,7 @@ def test_two_ranks_whose_contexts_the_host_attends_to(
         replicas=2,
         encryption={"key_file": str(key)},
         offload={"kind": "host", "threads": 1, "share": 1.0},
-        io={"staging": "4MiB", "deadline": 2.0, "fault_file": str(control)},
+        io={"staging": "4MiB", "fault_file": str(control)},
     )
     with Engine(
         models["llama"],
