@@ -41,6 +41,7 @@ def engines(
     made = [EngineProcess(models["llama"], options, root / f"engine{i}.log") for i in range(2)]
     for engine in made:
         assert engine.metric("node_connected") == 1
+        engine.await_chains(1e3)  # whatever else this machine does
     yield made
     for engine in made:
         engine.kill()
