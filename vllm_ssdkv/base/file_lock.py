@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -101,15 +102,22 @@ def lock_holder(fd: int) -> int | None:
 
 
 def _is_running(pid: int | None) -> bool:
-    """Check whether a process is there and will not end by itself.
+    """Check whether a process is there and will not end by itself: one that was killed ends when it
+    runs next, which on a busy machine is later than the next call of whoever killed it.
 
     One of another container looks like one that has ended: the kernel tells us nothing of it.
     """
     if pid is None:
         return False
     try:
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        status, stat = (
+            Path(f"/proc/{pid}/{name}").read_text(encoding="ascii", errors="replace")
+            for name in ("status", "stat")
+        )
     except OSError:
         return False
-    state, *numbers = status.rpartition(")")[2].split()
+    pending = re.findall(r"^S\w+Pnd:\s*(\w+)$", status, re.MULTILINE)
+    if any(int(signals, 16) >> (signal.SIGKILL - 1) & 1 for signals in pending):
+        return False
+    state, *numbers = stat.rpartition(")")[2].split()
     return state not in "ZX" and not int(numbers[5]) & _PF_EXITING
