@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from tests.kit.waiting import PATIENCE_S
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.config.offload import OffloadConfig, OffloadFault, OffloadThrottle
@@ -50,6 +51,15 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+class PunctualHost(HostDevice):
+    """A host whose work is done when it is handed in: only faults make it late."""
+
+    def submit(self, work: ContextWork) -> LocalTicket:
+        ticket = super().submit(work)
+        assert ticket.wait(PATIENCE_S)
+        return ticket
+
+
 @dataclass
 class Decoded:
     """Tokens by request, logits [steps, requests, vocabulary], and counters."""
@@ -83,7 +93,7 @@ def decoded(
             assert worker.page_mode.offloader is not None
             assert worker.page_mode.offloader.close(10.0)
             worker.page_mode.offloader = Offloader(
-                FaultyDevice(HostDevice(1), fault), deadline_s, worker.counters, share
+                FaultyDevice(PunctualHost(1), fault), deadline_s, worker.counters, share
             )
         asked = prompts(model.config.vocab_size)
         logits = torch.stack([decoder.prefill(*pair) for pair in zip(names, asked, strict=True)])

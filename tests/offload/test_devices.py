@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
+from tests.kit.waiting import until
 from tests.store.unhurried import PATIENCE_S
 from vllm_ssdkv.base.errors import WithdrawnError
 from vllm_ssdkv.base.metrics import Counters
@@ -22,6 +23,7 @@ from vllm_ssdkv.offload.host import HostDevice
 from vllm_ssdkv.offload.offloader import Offloader, Outcome
 from vllm_ssdkv.offload.protocol import ContextKernels, ContextWork, Lease
 from vllm_ssdkv.offload.testing.throttled import ThrottledDevice
+from vllm_ssdkv.offload.tickets import LocalTicket
 
 QUERY = torch.zeros(3, 4, 8)
 
@@ -117,15 +119,13 @@ def test_no_more_threads_than_asked_for(threads: int) -> None:
             rows = Rows.build(np.arange(64), begin + 1, begin + 16 * blocks, begin, begin + blocks)
             kernels.dense.attend(query, state, rows, source, layout, scale)
 
-    def running() -> int:
-        return len(list(Path("/proc/self/task").iterdir()))
-
-    before = running()
+    before = set(os.listdir("/proc/self/task"))
     device = HostDevice(threads)
     ticket = device.submit(ContextWork(query, Large(), 0.1))
     assert ticket.wait(PATIENCE_S)
     assert bool((ticket.partials()[0].l > 0).all())
-    assert running() - before == threads
+    # Some of those before may be about to end.
+    assert len(set(os.listdir("/proc/self/task")) - before) == threads
     assert device.close(PATIENCE_S)
 
 
@@ -168,18 +168,38 @@ def test_nobody_enters_a_lease_that_was_withdrawn() -> None:
     assert lease.withdraw(0.01)
 
 
-def test_who_gets_on_has_no_deadline() -> None:
+def test_who_gets_on_has_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sign of progress begins it anew."""
     device = HostDevice(1)
-    made = Offloader(device, 0.2, Counters())
-    pause = threading.Event()
-    outcome, state = folded(made, Pages(lambda _: pause.wait(0.08) and None, parts=8))
+    made = Offloader(device, 0.01, Counters())
+    go_on = threading.Semaphore(0)
+    wait, missed = LocalTicket.wait, []
+
+    def wait_for_a_part(ticket: LocalTicket, timeout_s: float) -> bool:
+        """Miss the deadline, in which the device has got on."""
+        before = ticket.progress
+        if wait(ticket, timeout_s):
+            return True
+        missed.append(before)
+        go_on.release()
+        until(lambda: ticket.done() or ticket.progress > before, "progress")
+        return ticket.done()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalTicket, "wait", wait_for_a_part)
+        pages = Pages(lambda _: go_on.acquire(timeout=PATIENCE_S) and None, parts=8)
+        outcome, state = folded(made, pages)
     assert outcome is Outcome.FOLDED
+    assert len(missed) >= 8
     assert float(state.l.sum()) == 12
     assert made.in_use
     # Amid a part without end the work is taken back, and the device does not see it any more.
-    outcome, state = folded(made, Pages(lambda _: pause.wait(PATIENCE_S) and None))
-    assert outcome is Outcome.TAKEN_BACK
+    begun, pause = threading.Event(), threading.Event()
+    pages = Pages(lambda _: begun.set() or (pause.wait(PATIENCE_S) and None))
+    ticket = made.submit(work(pages))
+    state = PartialState.empty(3, 4, 8, QUERY.device)
+    assert begun.wait(PATIENCE_S)
+    assert made.fold(ticket, state) is Outcome.TAKEN_BACK
     assert float(state.l.sum()) == 0
     assert not made.in_use
     assert not made.close(0.05)  # it may still read pages
@@ -199,12 +219,15 @@ def test_a_device_that_keeps_the_lease_loses_the_work() -> None:
             lease: AbstractContextManager[None],
         ) -> None:
             with lease:
+                held.set()
                 pause.wait(PATIENCE_S)
 
-    pause = threading.Event()
+    held, pause = threading.Event(), threading.Event()
     device, counters = HostDevice(1), Counters()
     made = Offloader(device, 0.05, counters)
-    assert folded(made, Holding())[0] is Outcome.LOST
+    ticket = made.submit(work(Holding()))
+    assert held.wait(PATIENCE_S)
+    assert made.fold(ticket, PartialState.empty(3, 4, 8, QUERY.device)) is Outcome.LOST
     assert counters.total("offload_failures", cause="deadline") == 1
     pause.set()
     assert device.close(PATIENCE_S)

@@ -11,6 +11,7 @@ from tests.faults import set_faults
 from tests.kit.waiting import until
 from tests.store.conftest import PATIENCE_S
 from tests.store.opening import Opened, place
+from tests.store.unhurried import open_unhurried_engines
 from vllm_ssdkv.base.metrics import Counters
 from vllm_ssdkv.store.devices.health import LAST_RETRY_S
 from vllm_ssdkv.store.format.superblock import BLOCK_BYTES, COPY_OFFSETS
@@ -47,7 +48,13 @@ class Rig:
 
 
 @pytest.fixture
-def rig(tmp_devices: Callable[[int], list[Path]], opened: Opened, tmp_path: Path) -> Rig:
+def rig(
+    tmp_devices: Callable[[int], list[Path]],
+    opened: Opened,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Rig:
+    open_unhurried_engines(monkeypatch)
     paths, control = tmp_devices(2), tmp_path / "faults.json"
     io = {"staging": "4MiB", "deadline": 0.2, "fault_file": str(control)}
     return Rig(opened(place(paths, io=io), 0, Counters()), paths, control)

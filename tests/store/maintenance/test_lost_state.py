@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.kit.waiting import PATIENCE_S
 from tests.store.checked_store import check
 from tests.store.conftest import array, key_of
 from tests.store.filled_store import GEOMETRY, FilledStore, flip, loop_devices
@@ -238,8 +241,6 @@ def test_a_copy_that_raises_is_counted(make: Make, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_device_that_hangs_delays_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     from vllm_ssdkv.store.devices import manifest_copies
 
     store = make()
@@ -255,10 +256,22 @@ def test_a_device_that_hangs_delays_once(make: Make, monkeypatch: pytest.MonkeyP
         if place == store.devices[1]:
             ended.set()
 
+    class Writer(threading.Thread):
+        """It has all the time that it needs, but where the device hangs."""
+
+        def __init__(self, *, args: tuple[str, Manifest], **more: Any) -> None:  # noqa: ANN401 - a thread's
+            super().__init__(args=args, **more)
+            self.hangs = Path(args[0]) == store.devices[1]
+
+        def join(self, timeout: float | None = None) -> None:
+            super().join(timeout if self.hangs else PATIENCE_S)
+
+    threads = SimpleNamespace(Thread=Writer, Lock=threading.Lock)
+    monkeypatch.setattr(manifest_copies, "threading", threads)
     monkeypatch.setattr(manifest_copies, "write_copy", hanging)
     manifest = Manifest.load(store.state)
     assert manifest is not None
-    spreader = CopySpreader(counters, deadline_s=2.0)
+    spreader = CopySpreader(counters, deadline_s=0.1)
     for _ in range(3):
         manifest.save(store.state)
         spreader.spread(manifest)
@@ -266,7 +279,7 @@ def test_a_device_that_hangs_delays_once(make: Make, monkeypatch: pytest.MonkeyP
     assert counters.total("manifest_copy_errors") == 1
     assert (store.devices[2] / COPY).read_bytes() == (store.state / NAME).read_bytes()
     never.set()
-    assert ended.wait(30)  # what it writes must not meet the removal of its folder
+    assert ended.wait(PATIENCE_S)  # what it writes must not meet the removal of its folder
 
 
 # ---- what must not be found by a header ----
