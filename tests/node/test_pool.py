@@ -365,7 +365,8 @@ def test_an_engine_starts_while_a_node_is_away(engines: Callable[..., Engine], s
     keys = new_keys(4 * RUN_BLOCKS)
     engines(2).save(keys)
     site.end(2)
-    late = engines(2, 1.5)
+    late = engines(2, 3.0)
+    until(lambda: late.connected() == 2)
     assert late.find(keys) == len(keys)
     site.start(2)
     until(lambda: late.connected() == 3)
@@ -450,10 +451,10 @@ def test_a_session_that_begins_while_the_engine_ends(
         late._stopping.wait(DEADLINE_S)
         return session
 
+    monkeypatch.setattr(Session, "open", slow)  # before the first try, which may be late
     site.end(1)
     until(lambda: late.session is None)
     lost = late._session
-    monkeypatch.setattr(Session, "open", slow)
     site.start(1)
     assert begun.wait(DEADLINE_S)
     engine.close()

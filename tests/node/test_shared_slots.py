@@ -6,7 +6,7 @@ import contextlib
 import errno
 import hashlib
 import json
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import UUID
@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from tests.kit.waiting import until
+from tests.faults import set_faults
+from tests.kit.waiting import PATIENCE_S, until
 from tests.node.test_volumes import DEADLINE_S, VOLUME, Host
 from tests.store.placement.test_rebalancer import GEOMETRY, Saver
 from vllm_ssdkv.base.errors import NodeError, StoreError, StoreFullError
@@ -365,11 +366,13 @@ def test_the_last_writes_of_an_engine_end_before_its_claims(
 
 
 @contextlib.contextmanager
-def late_writes(tmp_path: Path, seconds: float) -> Iterator[tuple[Host, Sharer, Sharer]]:
-    """A node on which a worker's write number ``SLOTS`` takes longer than its deadline."""
-    late = {"kind": "latency", "op": "write", "count": 1, "seconds": seconds}
-    late["after"] = SLOTS - 1
-    host = Host(tmp_path, io={"deadline": 0.5, "engine": "threads", "faults": [late]})
+def late_writes(tmp_path: Path) -> Iterator[tuple[Host, Sharer, Sharer]]:
+    """A node on which write number ``SLOTS`` of a worker ends when ``faults`` goes."""
+    hung = tmp_path / "faults"
+    late = {"kind": "latency", "op": "write", "count": 1, "seconds": 600.0}
+    set_faults(hung, {**late, "after": SLOTS - 1})
+    io = {"deadline": 2.0, "engine": "threads", "fault_file": str(hung)}
+    host = Host(tmp_path, io=io)
     host.start()
     made = Sharer(host.address, "one"), Sharer(host.address, "two")
     try:
@@ -390,9 +393,11 @@ def hung_write(writer: Sharer) -> int:
     return slot
 
 
-def test_a_write_that_hangs_destroys_nothing_that_another_engine_has_stored(tmp_path: Path) -> None:
+def test_a_write_that_hangs_destroys_nothing_that_another_engine_has_stored(
+    tmp_path: Path,
+) -> None:
     """The node answers in time that it has failed; its bytes may come to the drive later."""
-    with late_writes(tmp_path, seconds=2.0) as (host, first, second):
+    with late_writes(tmp_path) as (host, first, second):
         slot = hung_write(first)
         first.slots.drop(slot)
         first.let_go([slot])
@@ -401,13 +406,15 @@ def test_a_write_that_hangs_destroys_nothing_that_another_engine_has_stored(tmp_
         slots = second.store(*others)
         assert [second.write(slot, 2) for slot in slots] == [4096] * len(slots)
         second.let_go(slots)
+        (tmp_path / "faults").unlink()
         assert until(lambda: room(second) == SLOTS), "it has its slot when the write has ended"
         assert [second.read_byte(slot) for slot in slots] == [2] * len(slots)
+        second.settle()
         assert status(host).pinned == 0
 
 
 def test_a_write_that_hangs_outlives_no_claim(tmp_path: Path) -> None:
-    with late_writes(tmp_path, seconds=60.0) as (host, first, second):
+    with late_writes(tmp_path) as (host, first, second):
         hung_write(first)
         first.close()
         assert until(lambda: "one" not in runs(host))
@@ -422,7 +429,7 @@ def test_a_write_that_hangs_outlives_no_claim(tmp_path: Path) -> None:
 def test_a_write_that_was_tried_again_on_another_connection_outlives_no_claim(
     tmp_path: Path,
 ) -> None:
-    with late_writes(tmp_path, seconds=60.0) as (_, first, second):
+    with late_writes(tmp_path) as (_, first, second):
         slot = hung_write(first)
         before = first.worker.session
         assert before is not None
@@ -480,6 +487,7 @@ def test_workers_are_told_which_slots_their_engine_has_lost(
     scheduler.end()
     assert until(lambda: writer.worker.session not in (None, workers))
     assert writer.worker.since > epoch
+    assert until(lambda: writer.link.session not in (None, scheduler))
     writer.let_go([slot])
     (slot,) = writer.store(1)
     assert writer.slots.epoch(slot) >= writer.worker.since
@@ -508,10 +516,10 @@ def test_workers_write_no_slots_that_their_engine_has_lost(host: Host, tmp_path:
 def test_workers_that_are_back_at_once_do_not_hold_up_the_end_of_claims(
     host: Host, sharers: tuple[Sharer, Sharer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ends = volume_link.VolumeLink.close
+    ends, written = volume_link.VolumeLink.close, threading.Event()
 
     def slowly(link: volume_link.VolumeLink) -> None:
-        time.sleep(2.0)  # as its last writes may take
+        written.wait(PATIENCE_S)
         ends(link)
 
     monkeypatch.setattr(volume_link.VolumeLink, "close", slowly)
@@ -521,9 +529,11 @@ def test_workers_that_are_back_at_once_do_not_hold_up_the_end_of_claims(
     assert before is not None
     assert writer.link.session is not None
     writer.link.session.end()
-    assert until(lambda: writer.worker.session not in (None, before), seconds=1.8)
+    assert until(lambda: writer.worker.session not in (None, before))
     assert status(host).pinned == 1
-    assert until(lambda: status(host).pinned == 0, seconds=6.0)
+    written.set()
+    # Whoever waited for the new session would do so for two deadlines of 10 s.
+    assert until(lambda: status(host).pinned == 0, seconds=15.0)
 
 
 def test_a_restart_finds_what_was_written_and_knows_no_claims(

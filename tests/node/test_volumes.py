@@ -43,7 +43,6 @@ class Host:
             "listen": [self.address],
             "devices": [{"path": str(root / f"ssd{i}"), "capacity": "64MiB"} for i in range(2)],
             "dram_gib": "64MiB",
-            "lease": 2.0,
             **options,
         }
         self.node: Node | None = None
@@ -162,7 +161,7 @@ def test_a_node_that_is_gone_fails_requests_at_once_and_comes_back(host: Host, r
     until(lambda: rank.link.wire is not None)
     assert rank.move(Op.READ, [(0, 0, MIB, 2 * MIB)]) == [MIB]
     assert (rank.arena.view(2 * MIB, MIB) == 7).all()
-    assert told == [True, False, True]
+    until(lambda: told == [True, False, True])
 
 
 def test_a_volume_belongs_to_one_session_at_a_time(host: Host, rank: Rank) -> None:
@@ -240,7 +239,7 @@ def test_requests_outside_a_volume_end_the_session(rank: Rank) -> None:
 def test_a_hung_drive_fails_its_own_requests_and_the_session_stays(tmp_path: Path) -> None:
     """With the deadline of the engine that of the node, as both have it unless told otherwise."""
     stall = {"kind": "stall", "device": 1}
-    deadline_s = 2.0
+    deadline_s = 6.0
     host = Host(tmp_path, io={"deadline": deadline_s, "faults": [stall], "engine": "threads"})
     host.start()
     rank = Rank(host.address, NAMES, deadline_s=deadline_s)
@@ -253,7 +252,7 @@ def test_a_hung_drive_fails_its_own_requests_and_the_session_stays(tmp_path: Pat
         assert results == [4096, -errno.EIO, -errno.EIO]
         began = time.monotonic()
         assert rank.move(Op.READ, [(1, 0, 4096, 4096), (0, 0, 4096, 0)]) == [-errno.EIO, 4096]
-        assert time.monotonic() - began < deadline_s
+        assert time.monotonic() - began < deadline_s / 2, "the node waits so long for a drive"
         assert told == []
     finally:
         rank.close()

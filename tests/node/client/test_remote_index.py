@@ -9,11 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.kit.clock import Clock
 from tests.kit.waiting import until
 from tests.node.client.scripted_node import SLOTS, Connection, ScriptedNode
 from tests.node.waits import unknown
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
+from vllm_ssdkv.node.client.awaited_chains import ASK_S, STALL_S, AwaitedChains
+from vllm_ssdkv.node.client.node_link import START_S
 from vllm_ssdkv.node.client.remote_index import RemoteIndex
 from vllm_ssdkv.node.client.session import CALL_S
 from vllm_ssdkv.node.protocol.channel import Frame
@@ -82,8 +85,8 @@ def counters() -> Counters:
     return Counters()
 
 
-def opened(node: ScriptedNode, counters: Counters) -> RemoteIndex:
-    return RemoteIndex.open([node.peer("scheduler")], ["node"], counters, timeout=0.5)
+def opened(node: ScriptedNode, counters: Counters, timeout: float = START_S) -> RemoteIndex:
+    return RemoteIndex.open([node.peer("scheduler")], ["node"], counters, timeout=timeout)
 
 
 @pytest.fixture
@@ -273,7 +276,7 @@ def test_a_start_without_its_node_says_why(tmp_path: Path, fault: str, counters:
     if fault == "nobody":
         node.kill()
     with pytest.raises(StoreError, match=r"node\.sock") as caught:
-        opened(node, counters)
+        opened(node, counters, 0.5)
     assert ("77" in str(caught.value)) == (fault == "version")
     node.kill()
 
@@ -281,7 +284,8 @@ def test_a_start_without_its_node_says_why(tmp_path: Path, fault: str, counters:
 def test_a_request_waits_for_what_others_compute(
     node: ScriptedNode, index: RemoteIndex, counters: Counters
 ) -> None:
-    others = 3
+    clock, others = Clock(), 3
+    index._chains = AwaitedChains(clock)
 
     def busy(connection: Connection, message: Message, frame: Frame) -> Message | None:
         answer = answers(connection, message, frame)
@@ -296,14 +300,16 @@ def test_a_request_waits_for_what_others_compute(
     assert index.awaits("a", KEYS, unknown), "and asks nobody so soon"
     assert len(of_kind(node, Lookup)) == 1
     others = 0
-    until(lambda: not index.awaits("a", KEYS, unknown))
+    clock.sleep(2 * ASK_S)
+    assert not index.awaits("a", KEYS, unknown)
     assert counters.total("prefix_waits", end="served") == 1
     asked = len(of_kind(node, Lookup))
     assert index.lookup(KEYS).tolist() == [3, 4]
     assert len(of_kind(node, Lookup)) == asked, "the answer is known"
     others = 3
     assert index.awaits("b", KEYS, lambda: 0.0)
-    until(lambda: not index.awaits("b", KEYS, lambda: 0.0))
+    clock.sleep(STALL_S)
+    assert not index.awaits("b", KEYS, lambda: 0.0)
     assert counters.total("prefix_waits", end="taken_over") == 1
     index.computes_no_more("b")
     until(lambda: Leave(2) in node.told)

@@ -206,7 +206,7 @@ class VolumeLink:
         with self._lock:
             if self._closed:
                 raise NodeGoneError("the engine ends")
-            self._wire, self.since = wire, opened.since
+            self.since, self._wire = opened.since, wire  # who finds the wire finds its epoch
             # Under the lock: the end of one session and the begin of the next are told in order,
             # and whoever closes finds threads that have started.
             wire.start()
