@@ -237,6 +237,15 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
+async def joined(server: Served) -> None:
+    """Wait until no batch is to be validated, and the runner has taken up each, which is a moment
+    later."""
+    tested, jobs = getattr(server.app.state, RUNNER), server.service.jobs
+    await until(lambda: all(row["status"] == "in_progress" for row in jobs.unended()))
+    await until(lambda: "_sending" in vars(tested))  # it runs
+    await until(lambda: len(tested._sending.active) >= len(jobs.unended()))
+
+
 async def ended(client: AsyncOpenAI, batch: Batch) -> Batch:
     """Wait until the batch has ended."""
     deadline = time.monotonic() + DEADLINE_S

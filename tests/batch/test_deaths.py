@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from starlette.responses import Response
 
-from tests.batch.served import DEADLINE_S, Model, Served, chat_line, content, served, submit, until
+from tests.batch.served import DEADLINE_S, Model, Served, chat_line, content, joined, served, submit
 from vllm_ssdkv.batch.answers import Reply
 from vllm_ssdkv.batch.endpoint_protocol import NoReplyError
 from vllm_ssdkv.batch.runner import WELL_S
@@ -74,7 +74,7 @@ class Directory:
                 lines = [chat_line(f"{name}{i}", text) for i, text in enumerate(texts)]
                 await submit(server.client(), lines, metadata={"name": name})
             jobs = server.service.jobs
-            await until(lambda: all(row["status"] == "in_progress" for row in jobs.unended()))
+            await joined(server)
             life.open.set()
             user = server.app.state.__getattr__(USERS).one() if self.users else None
             with contextlib.nullcontext() if user is None else user:

@@ -26,6 +26,7 @@ from tests.batch.served import (
     chat_line,
     content,
     ended,
+    joined,
     served,
     serving,
     submit,
@@ -83,9 +84,7 @@ def test_batches_take_turns_and_seats_are_bounded(tmp_path: Path) -> None:
         large = await submit(client, [chat_line(str(i), f"L{i}") for i in range(60)])
         small = await submit(client, [chat_line(str(i), f"S{i}") for i in range(6)])
         await until(lambda: server.model.under_way == 3)
-        # The small one is validated before anything is answered.
-        while (await client.batches.retrieve(small.id)).status != "in_progress":
-            await asyncio.sleep(0.01)
+        await joined(server)  # before anything is answered
         server.model.open.set()
         for batch in (large, small):
             assert (await ended(client, batch)).status == "completed"
@@ -536,17 +535,24 @@ def test_memory_is_given_back_while_there_are_batches(
     given: list[None] = []
     monkeypatch.setattr(runner, "TRIM_S", 0.0)
     monkeypatch.setattr(runner, "trim", lambda: given.append(None))
+    rounds: list[None] = []
+    unended = Jobs.unended
+    monkeypatch.setattr(Jobs, "unended", lambda self: rounds.append(None) or unended(self))
+
+    async def some_rounds() -> None:
+        after = len(rounds) + 3
+        await until(lambda: len(rounds) >= after)
 
     async def scenario(server: Served) -> None:
         client = server.client()
-        await asyncio.sleep(0.2)
+        await some_rounds()
         assert not given
         batch = await ended(client, await submit(client, [chat_line("a", "x")]))
         assert batch.status == "completed"
-        await until(lambda: len(given) > 1)
-        await asyncio.sleep(0.2)
+        await some_rounds()
+        assert len(given) > 1
         before = len(given)
-        await asyncio.sleep(0.3)
+        await some_rounds()
         assert len(given) == before, "nothing is left to be given back"
 
     served(tmp_path, scenario)

@@ -79,7 +79,7 @@ def test_requests_are_sent_while_there_is_room_for_them(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.3)
         assert server.model.seen == [], "a user waits"
-        assert server.metric("batches_held") == 1
+        await until(lambda: server.metric("batches_held") == 1)
         busy.says = Load(waiting=0, running=4, used=0.8)
         await asyncio.sleep(0.3)
         assert server.model.seen == [], "users have all of it"
@@ -87,7 +87,7 @@ def test_requests_are_sent_while_there_is_room_for_them(tmp_path: Path) -> None:
         await until(lambda: server.model.under_way == 2)
         await asyncio.sleep(0.3)
         assert server.model.under_way == 2
-        assert server.metric("batches_held") == 0
+        await until(lambda: server.metric("batches_held") == 0)
         server.model.open.set()
         assert (await ended(client, batch)).status == "completed"
         assert server.model.most == 2
