@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.batch.served import BATCH, DEADLINE_S, FILE, Served, multipart, served
+from tests.batch.served import BATCH, DEADLINE_S, FILE, Served, multipart, served, until
+from tests.kit.clock import Clock
 from vllm_ssdkv.base.sizes import KIB, MIB
 from vllm_ssdkv.batch import transfers
 
@@ -55,13 +56,14 @@ def test_what_comes_too_slowly_is_not_waited_for(
 def test_what_comes_slowly_but_steadily_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfers, "GRACE_S", 0.3)
-    monkeypatch.setattr(transfers, "SLOWEST", 10 * KIB)
+    clock = Clock()
+    clock.govern(monkeypatch, transfers)
+    monkeypatch.setattr(transfers, "SLOWEST", 10)
     body, kind = multipart([BATCH, ("file", "f", b"x" * 9 * KIB)])
 
     async def steadily() -> AsyncIterator[bytes]:
         for start in range(0, len(body), KIB):
-            await asyncio.sleep(0.08)
+            clock.sleep(transfers.GRACE_S + 20)
             yield body[start : start + KIB]
 
     async def scenario(server: Served) -> None:
@@ -79,9 +81,11 @@ def test_a_key_has_its_share_of_transfers(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(transfers, "AT_A_TIME", 4)
     body, kind = multipart([BATCH, FILE])
     goes_on = asyncio.Event()
+    begun: list[None] = []
 
     async def waiting() -> AsyncIterator[bytes]:
         yield body[:20]
+        begun.append(None)
         await goes_on.wait()
         yield body[20:]
 
@@ -95,7 +99,7 @@ def test_a_key_has_its_share_of_transfers(tmp_path: Path, monkeypatch: pytest.Mo
             return answer.status_code
 
         slow = [asyncio.create_task(upload("key-a", waiting())) for _ in range(2)]
-        await asyncio.sleep(0.1)
+        await until(lambda: len(begun) == 2)
         assert await upload("key-a") == 429
         assert await upload("key-b") == 200
         goes_on.set()
