@@ -64,6 +64,7 @@ def test_what_comes_slowly_but_steadily_is_taken(
     async def steadily() -> AsyncIterator[bytes]:
         for start in range(0, len(body), KIB):
             clock.sleep(transfers.GRACE_S + 20)
+            await asyncio.sleep(0)  # whose time is over is ended now
             yield body[start : start + KIB]
 
     async def scenario(server: Served) -> None:

@@ -60,7 +60,7 @@ class ScriptedNode:
         self.address = Address.parse(f"unix://{directory}/node.sock")
         self.script = script
         self.version = VERSIONS[-1]
-        self.beat_s = 0.2
+        self.beat_s = 1.0
         self.beats = True
         self.encrypted = False
         self.slots = SLOTS

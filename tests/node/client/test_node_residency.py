@@ -483,7 +483,7 @@ def test_places_of_a_session_are_never_those_of_the_next(
 @pytest.mark.parametrize("beats", [True, False])
 def test_a_node_that_stalls_is_given_up(node: ScriptedNode, script: Script, beats: bool) -> None:
     """A node with hanging drives sends heartbeats; a stopped one sends none."""
-    node.beats = beats
+    node.beats, node.beat_s = beats, 0.2
     engine = Engine(node)
     script.silent = True
     engine.save(1, 2)

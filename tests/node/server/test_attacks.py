@@ -536,13 +536,13 @@ def test_frames_that_are_never_copied_end_the_session(node: NodeProcess) -> None
     until(lambda: not any(one.role == "worker" for one in node.status().sessions))
     with Attacker(address, "scheduler") as scheduler, Attacker(address, "worker") as attacker:
         load = _stored(scheduler, attacker, 920)
+        begun = time.monotonic()
         arrived = attacker.tell(load).message
         if isinstance(arrived, Written):  # of what was saved
             assert attacker.bytes is not None
             arrived = attacker.bytes.receive(WAIT_S).message
         assert isinstance(arrived, Arrived)
         assert arrived.ended is not None
-        begun = time.monotonic()
         _end(attacker)
         assert time.monotonic() - begun > LEASE_S / 2
     assert "did not copy" in node.log()
