@@ -26,7 +26,7 @@ LEASE_S = 2.0
 DEADLINE_S = 2.0
 LONGEST_S = 30.0
 """Several deadlines, on a busy machine."""
-PROMPT_S = 0.5
+PROMPT_S = 1.5
 """A call of vLLM's thread takes less, on a busy machine; a call of a node that hangs takes 2 s."""
 
 HOOKS = ("lookup", "submit_store", "submit_load", "get_finished_jobs", "touch", "on_schedule_end")

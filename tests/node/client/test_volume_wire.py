@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,8 +11,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.kit.clock import Clock
 from tests.kit.waiting import until
 from tests.node.client.scripted_node import Connection, ScriptedNode
+from vllm_ssdkv.node.client import volume_wire
 from vllm_ssdkv.node.client.session import Session
 from vllm_ssdkv.node.client.volume_wire import VolumeWire, WirePart
 from vllm_ssdkv.node.protocol.channel import Frame
@@ -21,8 +22,8 @@ from vllm_ssdkv.node.protocol.messages import Message, MoveBytes, Moved, unpack
 from vllm_ssdkv.store.io.engines.protocol import Op
 
 DEADLINE_S = 1.5
-SOON_S = 1.3 * DEADLINE_S
-"""The deadline, on a machine whose cores have other work."""
+STEP_S = 0.05
+"""Time that passes at once: less than is left from when a part fails to the deadline."""
 WAIT_S = 10.0
 PAGE = 4096
 MIB = 1 << 20
@@ -35,7 +36,8 @@ class Drives:
         self.asked: list[int] = []
         """Drive of each frame."""
         self.hung: set[int] = set()
-        self.pause_s = 0.0
+        self.pause: Callable[[], None] = lambda: None
+        """Before each answer."""
         self.held: list[Callable[[], None]] = []
         """Answers of hung drives."""
 
@@ -44,7 +46,7 @@ class Drives:
         self.asked.append(message.drive)
         if frame.payload_bytes:
             connection.channel.discard_payload(WAIT_S)
-        time.sleep(self.pause_s)
+        self.pause()
 
         def answer() -> None:
             nbytes = 0 if message.write else int(unpack(message.lengths).sum())
@@ -64,9 +66,10 @@ class Drives:
 
 
 class Engine:
-    """An arena, and a wire of two drives."""
+    """An arena, and a wire of two drives, for which time passes when a test lets it."""
 
-    def __init__(self, node: ScriptedNode):
+    def __init__(self, node: ScriptedNode, clock: Clock):
+        self.clock, self.looks = clock, 0
         self.memory = np.zeros(32 * MIB, dtype=np.uint8)
         self.session = Session.open(node.peer("volume"), with_bytes=True, timeout=WAIT_S)
         self.ended: dict[WirePart, tuple[int, float]] = {}
@@ -87,17 +90,32 @@ class Engine:
             over=lambda _: self.over.set(),
             caught_up=self.caught_up.append,
         )
+        take_late = self.wire._take_late
+
+        def counted() -> list[WirePart]:
+            self.looks += 1
+            return take_late()
+
+        self.wire._take_late = counted  # type: ignore[method-assign]
         self.wire.start()
+
+    def pass_time(self, seconds: float = STEP_S) -> None:
+        """Let time pass, and what is late by then be found: by the second look from now on, which
+        has told of it before the third."""
+        wire = self.wire
+        assert wire is not None
+        for _ in range(round(seconds / STEP_S)):
+            self.clock.sleep(STEP_S)
+            looks = self.looks + 3
+            until(lambda: wire.over or (self.looks >= looks and not self.session.ended))  # noqa: B023
 
     def _ended(self, part: WirePart, results: NDArray[np.int64]) -> None:
         assert part not in self.ended, "a part ends once"
-        self.ended[part] = int(results[0]), time.monotonic() - part.asked
+        self.ended[part] = int(results[0]), self.clock.now - part.asked
 
     def part(self, drive: int, place: int = 0, nbytes: int = PAGE, op: Op = Op.READ) -> WirePart:
         one = np.ones(1, dtype=np.int64)
-        return WirePart(
-            op, drive, 0 * one, nbytes * one, place * one, self._ended, time.monotonic()
-        )
+        return WirePart(op, drive, 0 * one, nbytes * one, place * one, self._ended, self.clock.now)
 
     def submit(self, *parts: WirePart) -> None:
         assert self.wire is not None
@@ -121,8 +139,10 @@ def node(tmp_path: Path, drives: Drives) -> Iterator[ScriptedNode]:
 
 
 @pytest.fixture
-def engine(node: ScriptedNode) -> Iterator[Engine]:
-    made = Engine(node)
+def engine(node: ScriptedNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    clock = Clock()
+    clock.govern(monkeypatch, volume_wire)
+    made = Engine(node, clock)
     yield made
     assert made.wire is not None
     made.wire.end()
@@ -144,13 +164,15 @@ def test_a_late_part_fails_alone_and_its_answer_is_forgotten(
     drives.hung = {0}
     late = engine.part(0)
     engine.submit(late)
+    until(lambda: drives.held)
     while late not in engine.ended:
         other = engine.part(1, PAGE)
         engine.submit(other)
         assert engine.result(other) == PAGE
+        engine.pass_time()
     code, spent_s = engine.ended[late]
     assert code == -errno.ETIMEDOUT
-    assert spent_s < SOON_S
+    assert spent_s < DEADLINE_S
     assert engine.caught_up == []
     drives.hung = set()
     drives.held.pop()()
@@ -164,7 +186,7 @@ def test_a_late_part_fails_alone_and_its_answer_is_forgotten(
 
 def test_a_long_queue_ends_no_session_while_answers_come(engine: Engine, drives: Drives) -> None:
     engine.start(window=2 * PAGE)  # one part at a time
-    drives.pause_s = 0.1
+    drives.pause = lambda: engine.pass_time(0.1)
     parts = [engine.part(0, i * PAGE) for i in range(40)]
     engine.submit(*parts)
     results = [engine.result(part) for part in parts]
@@ -188,9 +210,10 @@ def test_a_node_that_answers_nothing_is_given_up_however_much_is_sent(
     while not engine.over.is_set():
         parts.append(engine.part(len(parts) % 2))
         engine.submit(parts[-1])
-        time.sleep(0.001)
+        until(lambda: len(drives.asked) == len(parts))  # it was sent before time passes
+        engine.pass_time()
     assert {engine.result(part) for part in parts} == {-errno.ENOTCONN}
-    assert engine.ended[parts[0]][1] < SOON_S
+    assert engine.ended[parts[0]][1] < DEADLINE_S
     assert (engine.memory == 0).all()
 
 
@@ -201,6 +224,8 @@ def test_what_cannot_be_sent_fails_before_the_deadline(engine: Engine, node: Scr
     node.stopped.set()  # its heartbeats go on
     parts = [engine.part(i % 2, i * MIB, MIB, Op.WRITE) for i in range(20)]
     engine.submit(*parts)
+    while not engine.over.is_set():
+        engine.pass_time()
     assert {engine.result(part) for part in parts} <= {-errno.ENOTCONN, -errno.ETIMEDOUT}
     node.stopped.clear()
     assert all(spent_s < DEADLINE_S for _, spent_s in engine.ended.values())
