@@ -172,7 +172,7 @@ def test_an_engine_that_is_killed_keeps_nothing(
     wanted: dict[int, tuple[int, ...]],
 ) -> None:
     first, second = engines
-    first.order(prompts=BATCH[3:], tokens=40)
+    first.order(prompts=BATCH[3:], tokens=ANSWER)
     assert eventually(lambda: pinned(node) > 0)
     second.order(prompts=BATCH[3:], tokens=40)
     first.kill()
