@@ -76,7 +76,7 @@ def test_a_device_that_fails_is_named(tmp_devices: Devices, rule: FaultRule, tex
 
 def test_a_device_that_does_not_answer_is_named(tmp_devices: Devices) -> None:
     paths = tmp_devices(1)
-    stuck = EngineOptions(engine="threads", faults=(FaultRule(kind="stall", device=0, seconds=2),))
+    stuck = EngineOptions(engine="threads", faults=(FaultRule(kind="stall", device=0, seconds=60),))
     with pytest.raises(DeviceError, match=rf"{paths[0]} did not answer within 0\.2 s"):
         read_rates([str(paths[0])], [0], stuck, "auto", 0.2)
 
