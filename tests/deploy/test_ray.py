@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.kit.server import free_port
 from tests.kit.waiting import until
 
 REQUIREMENTS = ("ray==2.60.0", "msgpack")
@@ -37,8 +38,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def environment(folder: Path) -> dict[str, str]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     site = folder / "site"
     command = [
         sys.executable,

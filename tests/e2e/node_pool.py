@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ from tests.faults import set_faults
 from tests.kit.engine import Tokens
 from tests.kit.engine_process import LEASE_S, EngineProcess
 from tests.kit.node import NodeProcess
+from tests.kit.server import free_port
 from tests.node.clock import NO_CLOCK, JumpingClock
 from tests.node.relay import Relay
 
@@ -61,14 +61,6 @@ def work(number: int, engines: int) -> list[list[Tokens]]:
         [common + ends[3 * i], own[i] + ends[3 * i + 1], own[i - 1] + ends[3 * i + 2]]
         for i in range(engines)
     ]
-
-
-def free_port() -> int:
-    """A port of this host that nobody listens at."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 class Site:

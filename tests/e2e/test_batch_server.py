@@ -9,7 +9,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import urllib.error
@@ -26,6 +25,7 @@ from openai.types import Batch
 
 from tests.batch.hostile import MIB, Siege
 from tests.kit.forks import Program
+from tests.kit.server import free_port
 from vllm_ssdkv.batch.lines import MAX_LINE
 from vllm_ssdkv.batch.plugin import LEAST_TEXT
 
@@ -51,9 +51,7 @@ class Server:
         self.root = root
         self._process: Program | None = None
         self._options: object = None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+        self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._model = model
         self._ssdkv = {"devices": [device], "dram_gib": 0.1}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from tests.e2e.workload import SHORT
 from tests.kit.engine import Engine, Tokens
 from tests.kit.engine_process import KV_TOKENS, EngineProcess
 from tests.kit.node import NodeProcess
+from tests.kit.server import free_port
 from vllm_ssdkv.node.protocol.credentials import make_keys
 
 BLOCK = 32
@@ -212,9 +212,7 @@ def test_through_tcp_with_keys(
     place = Path(tempfile.mkdtemp(dir=root))  # keys are never written over, nor by a second try
     keys = place / "keys"
     make_keys(keys, 2)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     with NodeProcess(place, keys, listen=[address]) as far:
         asked = options(far, node_keys=str(keys))
         with EngineProcess(models["llama"], asked, root / "first.log") as first:

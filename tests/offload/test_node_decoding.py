@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.kit.node import NodeProcess
+from tests.kit.server import free_port
 from tests.kit.waiting import until
 from vllm_ssdkv.base.errors import StoreError
 from vllm_ssdkv.base.metrics import Counters
@@ -160,9 +160,7 @@ def test_keys_of_both_sides_change_no_token(
     make_keys(keys, 1)
     root = tmp_path / "node"
     root.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     ssd = {"path": str(root / "ssd"), "capacity": "1GiB"}
     options = {"devices": [ssd], "store_share": 0.06, "attend_threads": 1}
     with NodeProcess(root, keys, listen=[address], **options) as node:

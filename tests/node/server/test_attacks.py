@@ -633,9 +633,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 def test_a_stopped_client_amid_a_save_harms_nobody(tmp_path: Path) -> None:
     """Half of a payload came over TCP; another engine saves and finds meanwhile."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     with NodeProcess(tmp_path, listen=[address], lease=4.0) as node:
         command = [sys.executable, "-P", "-c", STOPPED, address]
         environment = environment_with_tests(tmp_path)
