@@ -14,6 +14,7 @@ from tests.e2e.test_sparf import TIERS, assert_sound, context_bytes, fetched, ke
 from tests.e2e.test_sparse import PAGE_BYTES, Recall
 from tests.e2e.workload import kv_tokens, page_mode
 from tests.kit.engine import Engine
+from tests.kit.waiting import until
 from vllm_ssdkv.connector import active_worker
 from vllm_ssdkv.profiling.recall.recall import ask
 from vllm_ssdkv.store.cache.frames import FrameState
@@ -51,8 +52,8 @@ def test_bytes_of_channels_on_ssd_and_an_eighth_of_the_pages(
 
         def forget(step: int) -> None:
             # What is durable is read from the devices.
-            if store.frames.count(*DIRTY) == 0:
-                store.frames.forget(np.arange(engine.scheduler.connector.scheduler.index.num_slots))
+            until(lambda: store.frames.count(*DIRTY) == 0)
+            store.frames.forget(np.arange(engine.scheduler.connector.scheduler.index.num_slots))
 
         engine.add("long", prompt, 12)
         engine.run(forget)

@@ -66,7 +66,7 @@ def test_two_uneven_stages(
     compared = 2 * tensor * sum(map(bool, found))
 
     def started() -> Engine:
-        options = reuse_mode(places, verify_hits=1, io={"deadline": 60.0})  # no drive is given up
+        options = reuse_mode(places, verify_hits=1, io={"deadline": 300.0})  # no drive is given up
         return staged(models["llama"], "3,1", options, tensor_parallel_size=tensor)
 
     with started() as engine:
@@ -76,7 +76,7 @@ def test_two_uneven_stages(
         assert engine.ssdkv("verified_hits", result="same") == compared
         # A block is in the journal when every rank of every stage has written it.
         blocks = sum(len(prompt) // BLOCK for prompt in SHORT)
-        until(lambda: (state / JOURNAL).stat().st_size >= blocks * RECORD_BYTES)
+        until(lambda: (state / JOURNAL).stat().st_size >= blocks * RECORD_BYTES, seconds=300.0)
         kill(engine)
     manifest = Manifest.load(state)
     assert manifest is not None
