@@ -125,8 +125,8 @@ def measure_decode(job: Job) -> Rows:
     return rows
 
 
-def _decode_by_turns(job: Job, scratch: Path) -> list[Rows]:
-    """Rows of stock vLLM and of page mode."""
+def _decode_by_turns(job: Job, scratch: Path, threads: int) -> list[Rows]:
+    """Rows of stock vLLM and of page mode, with so many threads of OpenMP each."""
     turn = scratch / "turn"
     turn.mkdir()
     for mode in MODES:
@@ -135,7 +135,8 @@ def _decode_by_turns(job: Job, scratch: Path) -> list[Rows]:
         {**job, "mode": mode, "devices": [f"{scratch}/0/decode"], "turn": str(turn)}
         for mode in MODES
     ]
-    measure = functools.partial(run_measurement, measure_decode, more=ONE_THREAD)
+    more = {**ONE_THREAD, "OMP_NUM_THREADS": str(threads)}
+    measure = functools.partial(run_measurement, measure_decode, more=more)
     # Processes, as who waits for a measurement has the signals of its own.
     with ProcessPoolExecutor(len(jobs), get_context("fork")) as waiting:
         return list(waiting.map(measure, jobs))
@@ -172,6 +173,7 @@ def main() -> None:
     parser = bench_parser(__doc__)
     parser.add_argument("--model", default=str(MODEL), help="model directory")
     parser.add_argument("--dir", action="append", help="device directory (repeat for several)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a decode step")
     arguments = parser.parse_args()
     for given in arguments.dir or ():
         if not Path(given).is_dir():
@@ -194,7 +196,7 @@ def main() -> None:
                 ONE_THREAD,
             )
         ]
-        decode = _decode_by_turns(job, Path(scratch))
+        decode = _decode_by_turns(job, Path(scratch), arguments.threads)
     columns = ("mode", "tokens", "TTFT computed s", "TTFT hit s", "ratio")
     print(markdown(columns, map(_hit_cells, hits)))
     speeds = ("stock tokens/s", "page tokens/s", "page / stock", "by processor time")
