@@ -154,7 +154,7 @@ def test_a_restart_of_the_node_clears_claims(
     for engine in engines:
         engine.order(prompts=BATCH[:2], tokens=40)
     assert eventually(lambda: pinned(node) > 0)
-    time.sleep(0.5)
+    assert eventually(lambda: sum(store.ready for store in node.status().stores) > 0)
     node.kill()
     node.start()
     for engine in engines:
