@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nanobind.stubgen import StubGen  # type: ignore[import-untyped]
+from nanobind.stubgen import StubGen  # type: ignore[import-untyped]  # nanobind's
 
 PACKAGE = Path(__file__).parents[1] / "vllm_ssdkv"
 MODULES = ("_kernels",)

@@ -32,12 +32,16 @@ class Link:
     def __init__(self) -> None:
         self.peer = SimpleNamespace(address="a node")
         self.session: object | None = object()
-        self.on_change: list[Callable[[bool], None]] = []
+        self.told: list[Callable[[bool], None]] = []
 
     def tell(self, here: bool) -> None:
         self.session = object() if here else None
-        for tell in self.on_change:
+        for tell in self.told:
             tell(here)
+
+    def tell_changes(self, tell: Callable[[bool], None]) -> None:
+        self.told.append(tell)
+        tell(self.session is not None)
 
 
 @pytest.fixture
@@ -82,6 +86,22 @@ def test_who_waits_for_a_node_that_is_gone_waits_no_longer(opened: list[Any]) ->
     until(lambda: wires.current()[0] is not None)
     assert wires.current()[0] is not wire
     assert len(opened) == 2
+    assert wires.close(5.0)
+
+
+def test_a_node_that_goes_while_its_wire_opens_is_known_to_be_gone(
+    opened: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, connect = Link(), AttentionWire.open
+
+    def too_late(*arguments: Any) -> AttentionWire:  # noqa: ANN401 - passed through
+        link.session = None
+        return connect(*arguments)
+
+    monkeypatch.setattr(AttentionWire, "open", too_late)
+    wires = wires_of(link, Counters())
+    assert wires.current() == [None]
+    assert len(opened) == 1
     assert wires.close(5.0)
 
 

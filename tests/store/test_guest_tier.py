@@ -20,7 +20,7 @@ from vllm_ssdkv.store.read.load_job import LoadJob, LoadOutcome
 BYTES = 4096
 KEYS = [bytes([i]) * 32 for i in range(12)]
 DEADLINE_S = 0.3
-"""Of a guest that does not answer; another one is never late."""
+"""Deadline for a guest that does not answer; another one is never late."""
 
 
 class Shelf:

@@ -80,7 +80,7 @@ class NodeWires:
         for node in range(len(self._links)):
             self._open(node)
         for node, link in enumerate(self._links):
-            link.on_change.append(functools.partial(self._changed, node))
+            link.tell_changes(functools.partial(self._changed, node))
         self._thread = threading.Thread(target=self._run, name="ssdkv-attend", daemon=True)
         self._thread.start()
 

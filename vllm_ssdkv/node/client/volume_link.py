@@ -57,9 +57,8 @@ class VolumeLink:
     Attributes:
         peer: The node.
         since: Slots that engines share and that have an older epoch may be another one's by now.
-        on_change: Called with True when volumes are to be had, and with False when the node is
-            gone, by threads of the link; they must not block, and not call the link.
-        on_caught_up: Called with the number of a drive that was late and is no more; likewise.
+        on_caught_up: Called with the number of a drive that was late and is no more, by threads of
+            the link; must not block, and not call the link.
 
     Example:
         link = VolumeLink(peer, counters, "Qwen/Qwen3-8B", deadline_s=10.0)
@@ -86,7 +85,7 @@ class VolumeLink:
             shared: Whether other engines may have the volumes, too.
         """
         self.peer, self.since = peer, 0
-        self.on_change: list[Callable[[bool], None]] = []
+        self._on_change: list[Callable[[bool], None]] = []
         self.on_caught_up: list[Callable[[int], None]] = []
         self._model, self._deadline_s, self._shared = model, deadline_s, shared
         self._link = NodeLink(peer, counters, with_bytes=True, opened=self._opened)
@@ -111,9 +110,10 @@ class VolumeLink:
         return None if wire is None or wire.session.ended else wire.session
 
     def tell_changes(self, tell: Callable[[bool], None]) -> None:
-        """Call ``tell`` with how it is now, and later as :attr:`on_change` says, in order."""
+        """Call ``tell`` now and at each change, in order: with True if volumes are to be had, with
+        False if the node is gone. It must not block, and not call the link."""
         with self._lock:
-            self.on_change.append(tell)
+            self._on_change.append(tell)
             tell(self.wire is not None)
 
     def start(self) -> list[Drive]:
@@ -210,7 +210,7 @@ class VolumeLink:
             # Under the lock: the end of one session and the begin of the next are told in order,
             # and whoever closes finds threads that have started.
             wire.start()
-            for tell in self.on_change:
+            for tell in self._on_change:
                 tell(True)
 
     def _drive_caught_up(self, drive: int) -> None:
@@ -222,7 +222,7 @@ class VolumeLink:
             if self._closed or wire is not self._wire:
                 return
             logger.error("ssdkv: the node %s is gone", self.peer.address)
-            for tell in self.on_change:
+            for tell in self._on_change:
                 tell(False)
 
     def close(self, timeout_s: float) -> bool:

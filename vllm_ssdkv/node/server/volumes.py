@@ -150,7 +150,7 @@ class VolumeShelf:
         """``config``: options of the node; ``room``: of its drives."""
         self._config, self._room = config, room
         self.before_removal: Callable[[UUID], None] = lambda _: None
-        """Call before a volume is removed; raises StoreLockedError where it must stay."""
+        """Hook that runs before a volume is removed; raises StoreLockedError if it must stay."""
         self._lock = room.lock
         self._sharing = threading.Lock()
         """Held before the other lock, while a volume that sets share is opened or closed."""
