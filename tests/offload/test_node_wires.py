@@ -89,17 +89,13 @@ def test_who_waits_for_a_node_that_is_gone_waits_no_longer(opened: list[Any]) ->
     assert wires.close(5.0)
 
 
-def test_a_node_that_goes_while_its_wire_opens_is_known_to_be_gone(
-    opened: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link, connect = Link(), AttentionWire.open
+def test_a_node_that_goes_while_wires_begin_is_known_to_be_gone(opened: list[Any]) -> None:
+    class Gone(Link):
+        def tell_changes(self, tell: Callable[[bool], None]) -> None:
+            self.session = None
+            super().tell_changes(tell)
 
-    def too_late(*arguments: Any) -> AttentionWire:  # noqa: ANN401 - passed through
-        link.session = None
-        return connect(*arguments)
-
-    monkeypatch.setattr(AttentionWire, "open", too_late)
-    wires = wires_of(link, Counters())
+    wires = wires_of(Gone(), Counters())
     assert wires.current() == [None]
     assert len(opened) == 1
     assert wires.close(5.0)
